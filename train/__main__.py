@@ -109,10 +109,12 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        smaller = "" if prefix else "--data.batch-size, with more --data.accumulation-steps"
+        smaller = "--data.batch-size, with more --data.accumulation-steps"
+        if prefix:  # a command
+            smaller = "--batch-size, or --fsdp"
         sys.exit(
             f"{prefix}error: a device has too little memory ({one_line(e)}); take a smaller "
-            f"{smaller or '--batch-size, or --fsdp'}; docs/troubleshooting.md has more remedies"
+            f"{smaller}; docs/troubleshooting.md has more remedies"
         )
     except (ValueError, OSError, NotImplementedError, FloatingPointError, RunError, PlanError) as e:
         if debug:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from train.config import TrainConfig
+from train.distributed import is_first
 from train.reporting.metrics import jsonable
 
 
@@ -71,7 +72,7 @@ def save_failed_step(
       The folder, with `config.json`, `batch.npz` (arrays `[A, B, S]`) and `params`.
     """
     folder = run_dir / f"failed-step-{step}"
-    if jax.process_index() == 0:
+    if is_first():
         folder.mkdir(exist_ok=True)
         content = {"config": jsonable(config)}
         (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

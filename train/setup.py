@@ -28,7 +28,7 @@ from train.step import (
     make_eval_step,
     state_with,
 )
-from train.teacher import load_teacher
+from train.teacher import load_frozen
 from train.xla_flags import calls_until_compiled_again, with_measured_latencies
 
 
@@ -184,7 +184,7 @@ def compile_steps(
     batch = batch_on_devices(config, mesh, datasets.train, 0)
     if config.model.fp8 is not None:
         print(describe(config.model, config.mesh.tensor))
-    frozen = (load_teacher(config, mesh),) if config.objective == "distill" else ()
+    frozen = load_frozen(config, mesh)
     start = time.perf_counter()
     step = jit_train_step(config, state)
     with recording() as choices:

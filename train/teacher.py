@@ -114,12 +114,16 @@ def teacher_digest(config: TrainConfig) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def load_teacher(config: TrainConfig, mesh: Mesh) -> nnx.State:
-    """The parameters of the teacher, split over the mesh as the run's parameters are.
+def load_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
+    """What the step takes besides state and batch: with `distill`, the teacher's parameters.
+
+    They are split over the mesh as the run's parameters are.
 
     Raises:
       FolderError: A file is missing or damaged, or a parameter is not finite.
     """
+    if config.objective != "distill":
+        return ()
     folder = _folder(config)
     params = load_params(folder, teacher_model(config), mesh)
     check_finite(str(folder), params, "name another teacher")
@@ -129,11 +133,11 @@ def load_teacher(config: TrainConfig, mesh: Mesh) -> nnx.State:
         f"teacher {folder}: {sum(leaf.size for leaf in leaves):,} parameters in bfloat16, "
         f"{size:.2f} GiB on each device"
     )
-    return params
+    return (params,)
 
 
 def abstract_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
-    """Shapes, dtypes and shardings of what the step takes besides state and batch."""
+    """The shapes, dtypes and shardings of `load_frozen`."""
     if config.objective != "distill":
         return ()
     return (abstract_parameters(teacher_model(config), mesh),)

@@ -21,7 +21,7 @@ from train.config import DataConfig, DistillConfig, DPOConfig
 from train.data import IGNORED
 from train.objectives import sequence_log_probs
 from train.step import make_eval_step, make_gradients, model_graph
-from train.teacher import load_teacher, teacher_model
+from train.teacher import load_frozen, teacher_model
 
 V, ROWS, LENGTH, BETA = 64, 8, 16, 0.3
 MODEL = dataclasses.replace(
@@ -152,7 +152,7 @@ def step_on(mesh, config, batch):
     """Metrics and gradients of the step on a mesh."""
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         params = jax.device_put(parameters(), parameter_shardings(parameters(), mesh))
-        teacher = (load_teacher(config, mesh),) if config.objective == "distill" else ()
+        teacher = load_frozen(config, mesh)
         batch = jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
         return jax.device_get(jax.jit(make_gradients(config))(params, batch, *teacher)), teacher
 

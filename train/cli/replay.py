@@ -20,7 +20,7 @@ from train.errors import FolderError
 from train.objectives import metrics_of
 from train.setup import mesh_of
 from train.step import abstract_state, make_gradients
-from train.teacher import load_teacher
+from train.teacher import load_frozen
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> None:
             values = checkpointer.restore(folder / "params", jax.tree.leaves(params))
         params = jax.tree.unflatten(jax.tree.structure(params), values)
         batch = jax.device_put(read_batch(folder), batch_sharding(mesh, batch_axis=1))
-        frozen = (load_teacher(config, mesh),) if config.objective == "distill" else ()
+        frozen = load_frozen(config, mesh)
         metrics, gradients = jax.jit(make_gradients(config))(params, batch, *frozen)
     for name in ("loss", *metrics_of(config), "grad_norm", "num_tokens"):
         print(f"{name} {metrics[name].item():.6g}")

@@ -123,11 +123,10 @@ class Programs:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.set_mesh(self.target.mesh))
-            if not self._is_here():
-                # The default device decides which kernels run, and for which architecture.
-                stack.enter_context(jax.default_device(self.target.mesh.devices.flat[0]))
+        mesh = self.target.mesh
+        # The default device decides which kernels run, and for which architecture.
+        on_target = jax.default_device(mesh.devices.flat[0])
+        with jax.set_mesh(mesh), contextlib.nullcontext() if self._is_here() else on_target:
             yield
 
     def _is_here(self) -> bool:

@@ -138,12 +138,12 @@ class MetricsWriter:
 
     def __init__(
         self,
-        run_dir: str | os.PathLike[str],
+        run_dir: Path,
         *,
         last_step: int | None = None,
         trackers: Sequence[Any] = (),
     ):
-        self.run_dir = Path(run_dir)
+        self.run_dir = run_dir
         self._trackers = trackers
         self._path = self.run_dir / "metrics.jsonl"
         self._samples = self.run_dir / "samples.jsonl"

@@ -11,19 +11,12 @@ from typing import Any
 
 from train.reporting.figures import DARK, DETAILS, LIGHT, NARROW, WIDE, details_png, loss_png
 from train.reporting.page import escape, figure_html, grid, page_html, section
-from train.reporting.results import RunDir, RunMetrics, headline_numbers, load_metrics, series
+from train.reporting.results import RunMetrics, headline_numbers, load_metrics, series
 from train.reporting.rows import Row, read_rows, write_whole
 
 
-def plot(run_dir: RunDir) -> Path:
-    """Draws loss and speed over the steps of a run, to `loss.png` in its directory."""
-    path = Path(run_dir) / "loss.png"
-    write_whole(path, loss_png(load_metrics(run_dir), _title(run_dir), LIGHT, WIDE))
-    return path
-
-
 def write_report(
-    run_dir: RunDir,
+    run_dir: Path,
     *,
     samples: Sequence[tuple[str, str]],
     summary: Mapping[str, str | int | float],
@@ -39,10 +32,9 @@ def write_report(
     Raises:
       RunError: A file cannot be read or written.
     """
-    run_dir = Path(run_dir)
     metrics = load_metrics(run_dir)
-    title = _title(run_dir)
-    plot(run_dir)
+    title = run_dir.resolve().name
+    write_whole(run_dir / "loss.png", loss_png(metrics, title, LIGHT, WIDE))
     wide, narrow = (
         tuple(loss_png(metrics, "", theme, size) for theme in (LIGHT, DARK))
         for size in (WIDE, NARROW)
@@ -75,10 +67,6 @@ def _load_samples(run_dir: Path) -> list[Row]:
     path = run_dir / "samples.jsonl"
     rows = read_rows(path) if path.exists() else ()
     return [row for row in rows if {"heading", "text"} <= row.keys()]
-
-
-def _title(run_dir: RunDir) -> str:
-    return Path(run_dir).resolve().name
 
 
 def _details_html(metrics: RunMetrics) -> str:

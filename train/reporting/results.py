@@ -1,7 +1,6 @@
 """The rows of a run as lists and numbers, for reports and comparisons."""
 
 import dataclasses
-import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 
 from train.formats import format_count, format_duration
 from train.reporting.rows import Row, read_rows
-
-type RunDir = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +18,7 @@ class RunMetrics:
     held_out: list[Row]
 
 
-def load_metrics(run_dir: RunDir) -> RunMetrics:
+def load_metrics(run_dir: Path) -> RunMetrics:
     """Reads metrics.jsonl.
 
     A resumed run repeats the steps after its checkpoint; the later rows count. A line that is no
@@ -32,7 +29,7 @@ def load_metrics(run_dir: RunDir) -> RunMetrics:
     """
     train: list[Row] = []
     held_out: list[Row] = []
-    for row in read_rows(Path(run_dir) / "metrics.jsonl"):
+    for row in read_rows(run_dir / "metrics.jsonl"):
         named = row.pop("nonfinite", None)
         if isinstance(named, dict):
             row |= {key: float(value) for key, value in named.items() if value in _NONFINITE}
