@@ -13,7 +13,12 @@ from pallas_kernels.fp8 import RECIPES
 
 AUTO_REMAT = "auto"
 
-_ATTENTION_LIBRARIES = ("xla", "cudnn", "mosaic_gpu")
+# The values of the fields that may be None, too.
+_CHOICES = {
+    "implementation": ("reference", "xla", "mosaic_gpu", "require"),
+    "fp8": tuple(RECIPES),
+    "attention_implementation": ("xla", "cudnn", "mosaic_gpu"),
+}
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -137,6 +142,9 @@ class LlamaConfig:
                 raise ValueError(f"{name}={value!r} is not a dtype such as bfloat16") from error
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in (None, *choices):
+                raise ValueError(f"{name}={value!r} must be None or one of {', '.join(choices)}")
         for name in _SIZES:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("head_dim", self.head_dim, 0)
@@ -154,12 +162,6 @@ class LlamaConfig:
             raise ValueError(
                 f"implementation={self.implementation!r}: no kernel computes an MLP with "
                 f"hidden_act={self.hidden_act!r}; take implementation=None"
-            )
-        library = self.attention_implementation
-        if library is not None and library not in _ATTENTION_LIBRARIES:
-            raise ValueError(
-                f"attention_implementation={library!r} must be None or one of "
-                f"{', '.join(_ATTENTION_LIBRARIES)}"
             )
         self._check_tokens()
         if self.num_attention_heads % self.num_key_value_heads:
@@ -216,25 +218,17 @@ class LlamaConfig:
                 f"mlp_chunk_size={size} makes gate and up again, which remat={self.remat!r} keeps; "
                 "use 'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
             )
-
-        self._check_fp8()
+        if self.fp8 is not None and (size or self.mlp_bias or self.hidden_act != "silu"):
+            raise ValueError(
+                f"fp8={self.fp8!r} is for hidden_act='silu' without biases and chunks of the MLP, "
+                f"got hidden_act={self.hidden_act!r}, mlp_bias={self.mlp_bias} and "
+                f"mlp_chunk_size={size}; set fp8=None or change these"
+            )
 
     def fits(self, sequence_length: int) -> bool:
         """Whether the model takes sequences of this length. The rope type "dynamic" takes any."""
         grows = self.rope_parameters.rope_type == "dynamic"
         return grows or sequence_length <= self.max_position_embeddings
-
-    def _check_fp8(self) -> None:
-        if self.fp8 is None:
-            return
-        if self.fp8 not in RECIPES:
-            raise ValueError(f"fp8={self.fp8!r} must be None or one of {', '.join(RECIPES)}")
-        if self.mlp_chunk_size or self.mlp_bias or self.hidden_act != "silu":
-            raise ValueError(
-                f"fp8={self.fp8!r} is for hidden_act='silu' without biases and chunks of the MLP, "
-                f"got hidden_act={self.hidden_act!r}, mlp_bias={self.mlp_bias} and "
-                f"mlp_chunk_size={self.mlp_chunk_size}; set fp8=None or change these"
-            )
 
     def _check_tokens(self) -> None:
         eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)

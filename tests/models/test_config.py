@@ -254,11 +254,17 @@ def test_wrong_configurations_raise(changes, message):
         changed(**changes)
 
 
-@pytest.mark.parametrize("library", ["", "flash"])
-def test_an_unknown_library_of_attention_raises(unchecked_shapes, library):
-    message = f"attention_implementation='{library}' must be None or one of xla, cudnn, mosaic_gpu"
-    with pytest.raises(ValueError, match=message):
-        changed(attention_implementation=library)
+@pytest.mark.parametrize(
+    "name, value, choices",
+    [
+        ("attention_implementation", "", "xla, cudnn, mosaic_gpu"),
+        ("attention_implementation", "flash", "xla, cudnn, mosaic_gpu"),
+        ("implementation", "triton", "reference, xla, mosaic_gpu, require"),
+    ],
+)
+def test_an_unknown_choice_raises(unchecked_shapes, name, value, choices):
+    with pytest.raises(ValueError, match=f"{name}='{value}' must be None or one of {choices}$"):
+        changed(**{name: value})
 
 
 def test_attention_dropout_raises():
