@@ -156,18 +156,13 @@ class Llama(nnx.Module):
             )
         if positions is None:
             positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
-        attend = self._attention(segment_ids)
-        return self.run_layers(tokens, positions, attend, fp8=self.config.fp8)[0]
-
-    def _attention(self, segment_ids: Int[Array, "B S"] | None) -> Attend:
-        """The causal attention of whole sequences."""
         documents = None if segment_ids is None else document_bounds(segment_ids)
 
         def attend(q, k, v, _):
             implementation = self.config.attention_implementation
             return causal_attention(q, k, v, documents, implementation), None
 
-        return attend
+        return self.run_layers(tokens, positions, attend, fp8=self.config.fp8)[0]
 
     def run_layers(
         self,

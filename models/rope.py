@@ -227,8 +227,11 @@ def _set[T](value: T | None) -> T:
 
 def _powers(theta: float, head_dim: int) -> np.ndarray:
     """`theta ** (2i / head_dim)` in float32: the wavelengths over 2π."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return np.float32(theta) ** exponents
+    return np.float32(theta) ** _exponents(head_dim)
+
+
+def _exponents(head_dim: int) -> np.ndarray:
+    return np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
 
 
 def _inverse_frequencies(theta: float, head_dim: int) -> np.ndarray:
@@ -300,8 +303,7 @@ def _dynamic_frequencies(
     length = jnp.where(longer, length, float(max_position_embeddings))
     growth = factor * length / max_position_embeddings - (factor - 1)
     theta = rope.rope_theta * growth ** (head_dim / (head_dim - 2))
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return jnp.where(longer, 1 / theta**exponents, unscaled)
+    return jnp.where(longer, 1 / theta ** _exponents(head_dim), unscaled)
 
 
 def _longrope_frequencies(

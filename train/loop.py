@@ -40,12 +40,12 @@ from train.reporting.progress import Progress
 from train.setup import (
     CompiledSteps,
     Datasets,
+    batch_on_devices,
     compile_steps,
     first_state,
     mesh_of,
     open_datasets,
     step_batch,
-    train_batches,
     with_planned_remat,
 )
 from train.step import Batch, TrainState, abstract_state
@@ -231,8 +231,9 @@ class _Loop:
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._last_early = first_step + self._steps.num_early
         traced = self._traced(first_step) if is_first() else None
-        batches_on_devices = lambda: train_batches(
-            config, self._mesh, self._datasets.train, first_step
+        batches_on_devices = lambda: (
+            batch_on_devices(config, self._mesh, self._datasets.train, number)
+            for number in range(first_step, config.steps)
         )
         with (
             stop_signals() if in_main_thread else contextlib.nullcontext() as stop,

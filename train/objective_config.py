@@ -74,8 +74,10 @@ def check_objective(config: Any) -> None:
         )
     if objective == "dpo":
         _check_dpo(config)
-    elif objective == "distill":
-        _check_distill(config)
+    elif objective == "distill" and config.distill.teacher is None:
+        raise ValueError(
+            "objective='distill' needs a teacher; name its folder with --distill.teacher"
+        )
 
 
 def _check_dpo(config: Any) -> None:
@@ -90,11 +92,4 @@ def _check_dpo(config: Any) -> None:
         raise ValueError(
             f"data.batch_size={config.data.batch_size} must be even: with objective='dpo' a chosen "
             "and a rejected completion take a row each"
-        )
-
-
-def _check_distill(config: Any) -> None:
-    if config.distill.teacher is None:
-        raise ValueError(
-            "objective='distill' needs a teacher; name its folder with --distill.teacher"
         )

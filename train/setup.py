@@ -1,7 +1,7 @@
 """The start of a run: the mesh, the data, the first state, and the compiled steps."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -205,14 +205,6 @@ def compile_steps(
         eval_batch = to_devices(eval_batch, batch_sharding(mesh))
         eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
     return CompiledSteps(train_step, eval_step, program, num_early, frozen)
-
-
-def train_batches(
-    config: TrainConfig, mesh: Mesh, dataset: Any, first_step: int
-) -> Iterator[Batch]:
-    """The batches `[A, B, S]` after `first_step`, on the devices, in the order of the steps."""
-    for step in range(first_step, config.steps):
-        yield batch_on_devices(config, mesh, dataset, step)
 
 
 def batch_on_devices(config: TrainConfig, mesh: Mesh, dataset: Any, step: int) -> Batch:

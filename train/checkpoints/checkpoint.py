@@ -304,8 +304,7 @@ class Checkpoints:
             return None, error or RunError("another process cannot read its part")
         try:
             _compare(read["state"], read["checksums"])
-            names = list(_by_name(like))
-            leaves = [read["state"][name] for name in names]
+            leaves = [read["state"][name] for name in _by_name(like)]
         except (ValueError, KeyError, TypeError) as found:
             return None, found
         check_step(folder, read["state"])
@@ -373,9 +372,8 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
       RunError: The checkpoint is damaged, cannot be read, is of another step, or has other
         parameters.
     """
-    names = [f"params.{name}" for name in _by_name(like)]
-    arrays = dict(zip(names, jax.tree.leaves(like), strict=True))
-    arrays["step"] = jax.ShapeDtypeStruct((), jnp.int32)
+    params = {f"params.{name}": leaf for name, leaf in _by_name(like).items()}
+    arrays = params | {"step": jax.ShapeDtypeStruct((), jnp.int32)}
     try:
         # Orbax warns that the folder is open for reading only, and about parts that are not read.
         absl.logging.set_verbosity(absl.logging.FATAL)
@@ -396,7 +394,7 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
             f"{folder.parent} with --step"
         ) from error
     check_step(folder / str(step), read["state"])
-    return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in names])
+    return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in params])
 
 
 def _compare(arrays: dict[str, Any], checksums: Mapping[str, int]) -> None:

@@ -112,7 +112,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     mesh = _mesh(flags)
     with jax.set_mesh(mesh):
         if config.data.batch_size % mesh.size:
-            raise FolderError(
+            raise FlagError(
                 f"--batch-size {config.data.batch_size} must be a multiple of the {mesh.size} "
                 "devices"
             )
@@ -155,7 +155,7 @@ def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
     length = flags.sequence_length or saved.sequence_length
     length = length or min(2048, saved.model.max_position_embeddings)
     if not saved.model.fits(length):
-        raise FolderError(
+        raise FlagError(
             f"--sequence-length {length} exceeds the {saved.model.max_position_embeddings} "
             "positions of the model; choose a smaller one"
         )
@@ -224,13 +224,13 @@ def sample(arguments: Sequence[str]) -> None:
     try:
         flags.prompt.encode()
     except UnicodeEncodeError:
-        raise FolderError("--prompt is not UTF-8; give it in this encoding") from None
+        raise FlagError("--prompt is not UTF-8; give it in this encoding") from None
     saved = _with_tokenizer(_find(flags), flags)
     tokenizer = _tokenizer_of(saved)
     _tell_of_contradiction(saved)
     prompt = data.start_of_document(flags.prompt, tokenizer)
     if not len(prompt):
-        raise FolderError("the prompt has no tokens; give some text with --prompt")
+        raise FlagError("the prompt has no tokens; give some text with --prompt")
     mesh = _mesh(flags)
     with jax.set_mesh(mesh):
         tokens = generate(
