@@ -300,9 +300,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(config: Config) -> None:
     """Trains, prints, and writes the files that the configuration names."""
-    for path in (config.output, config.chart):
-        if path is not None and not path.parent.is_dir():
+    for path in filter(None, (config.output, config.chart)):
+        if not path.parent.is_dir():
             raise SystemExit(f"error: {path.parent} is not a folder; make it for {path.name}")
+        if path.is_dir():
+            raise SystemExit(f"error: {path} is a folder; name a file")
     trainer = Trainer(config)
     trainer.warm_up()
     print(f"after the warm-up: right {trainer.accuracy():.3f}")

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models.config import AUTO_REMAT
+from models.fp8 import check_fp8
 from pallas_kernels import hardware
 from train import data
 from train.checkpoints.checkpoint import Checkpoints, check_config
@@ -75,10 +76,13 @@ def run(config: TrainConfig) -> Path:
         configuration.
       DataError: The text or the tokenizer cannot be used.
       PlanError: `remat="auto"`, and no policy fits.
-      ValueError: The mesh does not fit the devices, the batch or the model.
+      ValueError: The mesh does not fit the devices, the batch or the model, or the model needs FP8,
+        which the devices do not have.
     """
     mesh = mesh_of(config)
     tracking.check_installed(config)
+    if config.model.fp8:
+        check_fp8(config.model.fp8)
     if config.init_from:
         check_model(config.init_from, config.model)
     if config.objective == "distill":

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models.fp8 import describe
+from models.llama import abstract_parameters
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
 from pallas_kernels.choices import Explanation, recording
 from train import data
@@ -76,6 +77,7 @@ def mesh_of(config: TrainConfig) -> Mesh:
     if data_axis == -1:
         data_axis = max(1, jax.device_count() // (fsdp * tensor))
     mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
+    abstract_parameters(config.model, mesh)  # raises if the parameters cannot be split
     num_parts = data_axis * fsdp
     check_batch_size(config, num_parts)
     check_tensor_parallel(

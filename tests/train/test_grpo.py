@@ -193,6 +193,7 @@ def test_a_short_run(tmp_path, capsys):
     [
         ({"output": Path("nowhere/a.csv")}, r"nowhere is not a folder; make it for a\.csv"),
         ({"chart": Path("nowhere/a.png")}, r"nowhere is not a folder; make it for a\.png"),
+        ({"output": Path("/")}, "/ is a folder; name a file"),
     ],
 )
 def test_a_run_that_would_fail_does_not_begin(changes, message):

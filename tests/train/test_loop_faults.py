@@ -14,12 +14,14 @@ import pytest
 from flax import nnx
 from safetensors import SafetensorError
 
+import models.fp8
 import train.loop
 import train.outputs
 import train.reporting.profiling
 import train.reporting.report
 import train.setup
 from models.sharding import make_mesh
+from pallas_kernels.gpu.device import Device
 from support import tiny_run
 from support.tokenizer_files import write_byte_level
 from train import data
@@ -66,6 +68,7 @@ def no_compilation(monkeypatch):
         ("data", {"batch_size": 12}, "batch_size=12 .* 8 devices"),
         ("mesh", {"fsdp": 3}, "data=2 times fsdp=3 .* 8"),
         ("mesh", {"fsdp": 16}, "fsdp=16"),
+        ("model", {"hidden_size": 63, "num_attention_heads": 3}, "fsdp=2 does not divide 63"),
         ("mesh", {"tensor": 2}, "tensor=2 does not divide num_key_value_heads=1"),
         ("mesh", {"tensor": 3}, "fsdp=2 times tensor=3 must be .* 8"),
     ],
@@ -78,6 +81,15 @@ def test_impossible_runs_are_refused_and_leave_nothing(
     with pytest.raises(ValueError, match=message):
         run(config)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_gpu_without_fp8_is_refused_before_the_text_is_read(tmp_path, monkeypatch):
+    a100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 108)
+    monkeypatch.setattr(models.fp8, "target_device", lambda: a100)
+    monkeypatch.setattr(train.loop, "open_datasets", pytest.fail)
+    model = dataclasses.replace(CONFIG.model, fp8="tensorwise")
+    with pytest.raises(ValueError, match="fp8='tensorwise' needs a GPU with FP8"):
+        run(dataclasses.replace(CONFIG, runs_dir=tmp_path, model=model))
 
 
 @pytest.fixture
