@@ -70,8 +70,8 @@ def load_pretrained(
         overrides["dtype"] = dtype
     config = dataclasses.replace(read_config(folder), **overrides)
     checkpoint, graphdef, state = _checked(folder, config)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    shardings = [None] * len(leaves)
+    parameters = _parameters(state)
+    shardings = [None] * len(parameters)
     if mesh is not None:
         shardings = jax.tree.leaves(parameter_shardings(state, mesh))
     if config.tie_word_embeddings and _OUTPUT_EMBEDDING in checkpoint:
@@ -81,11 +81,8 @@ def load_pretrained(
                 f"differs from {_INPUT_EMBEDDING}. Set it to false to use both, or remove "
                 f"{_OUTPUT_EMBEDDING} from the weights"
             )
-    arrays = [
-        _Parameter(parameter_path(path), leaf).load(checkpoint, sharding)
-        for (path, leaf), sharding in zip(leaves, shardings, strict=True)
-    ]
-    return nnx.merge(graphdef, structure.unflatten(arrays))
+    arrays = [p.load(checkpoint, s) for p, s in zip(parameters, shardings, strict=True)]
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
 
 
 def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
@@ -132,9 +129,7 @@ def _checked(folder: Path, config: LlamaConfig) -> tuple[Checkpoint, Any, nnx.St
         )
     # Shapes only: nothing is initialized.
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    parameters = [_Parameter(parameter_path(path), leaf) for path, leaf in leaves]
-    expected = {name: p.tensor_shape for p in parameters for name in p.tensor_names}
+    expected = {name: p.tensor_shape for p in _parameters(state) for name in p.tensor_names}
     if config.tie_word_embeddings and _OUTPUT_EMBEDDING in checkpoint:
         expected[_OUTPUT_EMBEDDING] = expected[_INPUT_EMBEDDING]
     checkpoint.check(expected)
@@ -164,8 +159,7 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
         hf_config = json.dumps(config_to_hf(model.config), indent=2, sort_keys=True)
         _write_text(_temporary(folder / CONFIG_FILE), hf_config + "\n")
-    arrays, _ = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))
-    parameters = [_Parameter(parameter_path(path), array) for path, array in arrays]
+    parameters = _parameters(nnx.state(model, nnx.Param))
     tensors = [tensor for parameter in parameters for tensor in parameter.tensors()]
     shards = _shards(sorted(tensors, key=lambda tensor: natural(tensor.name)), max_shard_size)
 
@@ -257,6 +251,11 @@ class _Parameter:
     def tensors(self) -> "Iterator[_Tensor]":
         for layer, name in enumerate(self.tensor_names):
             yield _Tensor(name, self, layer)
+
+
+def _parameters(state: nnx.State) -> list[_Parameter]:
+    leaves = jax.tree.leaves_with_path(state)
+    return [_Parameter(parameter_path(path), leaf) for path, leaf in leaves]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

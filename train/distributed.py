@@ -404,12 +404,8 @@ def rows_to_devices(
 
     def place(array: np.ndarray) -> Array:
         array = array.reshape(accumulation_steps, len(mine), -1)
-
-        def part(index: Any) -> np.ndarray:
-            return array[:, np.searchsorted(mine, np.arange(batch_size)[index[1]])]
-
-        shape = accumulation_steps, batch_size, array.shape[2]
-        return jax.make_array_from_callback(shape, sharding, part)
+        whole_shape = accumulation_steps, batch_size, array.shape[2]
+        return jax.make_array_from_process_local_data(sharding, array, whole_shape)
 
     return {name: place(array) for name, array in rows.items()}
 

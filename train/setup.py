@@ -211,14 +211,11 @@ def compile_steps(
 
 def batch_on_devices(config: TrainConfig, mesh: Mesh, dataset: Any, step: int) -> Batch:
     """The batch `[A, B, S]` after `step` steps; each process makes the rows of its devices."""
-    sharding = batch_sharding(mesh, batch_axis=1)
-    if sharding.is_fully_addressable:
-        return to_devices(step_batch(config, dataset, step), sharding)
     rows_of = lambda rows: dataset.batch(
         step, batch_size=config.data.rows_per_step, seed=config.seed, rows=rows
     )
     shape = config.data.accumulation_steps, config.data.batch_size
-    return rows_to_devices(rows_of, shape, sharding)
+    return rows_to_devices(rows_of, shape, batch_sharding(mesh, batch_axis=1))
 
 
 def step_batch(config: TrainConfig, dataset: Any, step: int) -> dict[str, np.ndarray]:
