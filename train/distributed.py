@@ -15,6 +15,7 @@ messages. When it dies, JAX itself notices at once, and JAX's page comes first.
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import itertools
 import json
 import os
@@ -376,12 +377,8 @@ class StopVote:
 
 def to_devices(arrays: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
     """Puts arrays on the devices; every process has the whole arrays."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(dict(arrays), sharding)
-    return {
-        name: jax.make_array_from_callback(a.shape, sharding, lambda index, a=a: a[index])
-        for name, a in arrays.items()
-    }
+    place = functools.partial(jax.make_array_from_process_local_data, sharding)
+    return {name: place(array, array.shape) for name, array in arrays.items()}
 
 
 def rows_to_devices(

@@ -115,7 +115,7 @@ def teacher_digest(config: TrainConfig) -> str:
 
 
 def load_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
-    """What the step takes besides state and batch: with `distill`, the teacher's parameters.
+    """The parameters that no step changes: with the objective `distill`, those of the teacher.
 
     They are split over the mesh as the run's parameters are.
 

@@ -18,7 +18,7 @@ from train.reporting.figures import (
     panel,
     smooth,
 )
-from train.reporting.page import escape, figure_html, grid, page_html, section
+from train.reporting.page import escape, figure_html, grid, page_html, section, setting
 from train.reporting.results import RunMetrics, headline_numbers, load_metrics, series
 from train.reporting.rows import write_whole
 
@@ -92,17 +92,15 @@ def _table(names: Sequence[str], labels: Sequence[str], columns: Sequence[dict[s
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = (
         f"<tr><th>{escape(label)}</th>"
-        + "".join(f"<td>{escape(_text(column.get(label)))}</td>" for column in columns)
+        + "".join(f"<td>{_cell(column.get(label))}</td>" for column in columns)
         + "</tr>"
         for label in labels
     )
     return f'<table class="runs"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value)
+def _cell(value: Any) -> str:
+    return "-" if value is None else setting(value)
 
 
 _PANELS = (

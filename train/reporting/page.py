@@ -2,6 +2,7 @@
 
 import base64
 import html
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ def page_html(title: str, body: Iterable[str]) -> bytes:
 def escape(value: Any) -> str:
     """The value as text of a page."""
     return html.escape(str(value))
+
+
+def setting(value: Any) -> str:
+    """The value of a setting as text of a page: a text as it is, another value as JSON."""
+    return escape(value if isinstance(value, str) else json.dumps(value))
 
 
 def section(heading: str, content: str) -> str:

@@ -22,12 +22,11 @@ def memory_report(compiled: Any) -> str:
     """The memory that a compiled step needs on each device, and its share of the device."""
     sizes = compiled.memory_analysis()
     peak = memory_in_bytes(compiled)
+    own_outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     parts = [
         f"memory of the step: arguments {_shown(sizes.argument_size_in_bytes)}",
         f"temporaries {_shown(sizes.temp_size_in_bytes)}",
-        f"outputs that are not arguments {
-            _shown(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
-        }",
+        f"outputs that are not arguments {_shown(own_outputs)}",
         f"in all {_shown(peak)}",
     ]
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.reporting.figures import DARK, DETAILS, LIGHT, NARROW, WIDE, details_png, loss_png
-from train.reporting.page import escape, figure_html, grid, page_html, section
+from train.reporting.page import escape, figure_html, grid, page_html, section, setting
 from train.reporting.results import RunMetrics, headline_numbers, load_metrics, series
 from train.reporting.rows import Row, read_rows, write_whole
 
@@ -149,11 +149,7 @@ def _config_html(config: Mapping[str, Any]) -> str:
 
 def _table(entries: Mapping[str, Any]) -> str:
     rows = (
-        f"<tr><th>{escape(key)}</th><td>{escape(_config_value(value))}</td></tr>"
+        f"<tr><th>{escape(key)}</th><td>{setting(value)}</td></tr>"
         for key, value in entries.items()
     )
     return f"<table>{''.join(rows)}</table>"
-
-
-def _config_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
