@@ -13,7 +13,7 @@ from pallas_kernels.fp8 import RECIPES
 
 AUTO_REMAT = "auto"
 
-# The values of the fields that may be None, too.
+# The values that these fields may have besides None.
 _CHOICES = {
     "implementation": ("reference", "xla", "mosaic_gpu", "require"),
     "fp8": tuple(RECIPES),

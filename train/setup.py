@@ -77,7 +77,6 @@ def mesh_of(config: TrainConfig) -> Mesh:
     if data_axis == -1:
         data_axis = max(1, jax.device_count() // (fsdp * tensor))
     mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
-    abstract_parameters(config.model, mesh)  # raises if the parameters cannot be split
     num_parts = data_axis * fsdp
     check_batch_size(config, num_parts)
     check_tensor_parallel(
@@ -85,6 +84,7 @@ def mesh_of(config: TrainConfig) -> Mesh:
         num_key_value_heads=config.model.num_key_value_heads,
         num_tokens=config.data.batch_size // num_parts * config.data.sequence_length,
     )
+    abstract_parameters(config.model, mesh)  # raises if the mesh cannot split the parameters
     return mesh
 
 
