@@ -7,10 +7,10 @@
 A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
 times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN and XLA run
 as `models/llama.py` calls them, and so does "ours", `document_attention`. The other kernels in JAX
-have several tiles each; all of them are timed, and the table has the fastest. The backward is the forward with the backward less the
-forward. A forward counts 4 B N S² H floating-point operations, half of them if it is causal, and a
-backward 2.5 times as many. A result that differs from the formula in float32 by over 2 % is not
-timed.
+have several tiles each; all of them are timed, and the table has the fastest. The backward is the
+forward with the backward less the forward. A forward counts 4 B N S² H floating-point operations,
+half of them if it is causal, and a backward 2.5 times as many. A result that differs from the
+formula in float32 by over 2 % is not timed.
 
 JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.

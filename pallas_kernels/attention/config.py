@@ -180,8 +180,8 @@ def keys_config(shape: tuple[int, ...], group: int) -> KeysConfig:
       group: Number of heads of queries that share a head of keys.
     """
     # A multiprocessor has one block at a time. The first keys of a row have the most queries, so
-    # their blocks are the longest. With one block for each multiprocessor, the time of the longest
-    # block is twice the mean. So there are parts if there is less than one block for each.
+    # their blocks are the longest: with as many blocks as multiprocessors, twice the mean. So there
+    # are parts if the blocks are no more than that.
     num_rows, length, num_heads, _ = shape
     config = KeysConfig()
     num_blocks = num_rows * num_heads * pl.cdiv(length, config.keys)

@@ -92,7 +92,8 @@ def gradients_of_keys_and_values(
     def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, ends_gmem, *refs):
         dk_gmem, dv_gmem, k_smem, v_smem, ends_smem = refs[:5]
         q_smem, dout_smem, log2_smem, delta_smem, ready, filled, freed = refs[5:]
-        row, head, part, warpgroup = map(jax.lax.axis_index, ("row", "head", "part", "warpgroup"))
+        row, number, warpgroup = map(jax.lax.axis_index, ("row", "head and part", "warpgroup"))
+        head, part = jax.lax.div(number, parts), jax.lax.rem(number, parts)
         begin_member, end_member = (jax.lax.div(p * group, parts) for p in (part, part + 1))
         first = jax.lax.axis_index("block") * block
         end_of = lambda token: ends_gmem[row, jnp.minimum(token, length - 1)]
@@ -216,8 +217,9 @@ def gradients_of_keys_and_values(
     dk, dv = gpu_kernel(
         kernel,
         out_type=[out_type] * 2,
-        grid=(batch, pl.cdiv(length, block), k.shape[2], parts),
-        grid_names=("row", "block", "head", "part"),
+        # A fourth axis would share the limit of 65535 blocks with another one.
+        grid=(batch, pl.cdiv(length, block), k.shape[2] * parts),
+        grid_names=("row", "block", "head and part"),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=keys_scratch(config, head_size, q.dtype),
