@@ -70,15 +70,11 @@ def _choose(
 ) -> Literal["xla", "cudnn", "mosaic_gpu"]:
     """The library that computes the attention if the configuration names none.
 
-    Our kernels come first, except in long rows of one document, where cuDNN is faster. On a GPU the
-    log says why a mask is read, or why all scores are kept in memory.
+    Our kernels come first, except in rows of one document where cuDNN is faster. On a GPU the log
+    says why a mask is read, or why all scores are kept in memory.
     """
     why_no_cudnn = _why_no_cudnn(q)
-    # For a query and a key, the gradients of cuDNN take 5 products, and those of our kernels take
-    # 7. In long rows with heads of 128 the products take most of the time. There cuDNN takes 0.94
-    # to 0.97 of the time of our kernels (docs/lab/2026-11-30-attention-of-whole-rows.md).
-    is_long = documents is None and q.shape[1] > 8192 and q.shape[3] > 64
-    if is_long and why_no_cudnn is None:
+    if why_no_cudnn is None and documents is None and not _is_faster_than_cudnn(q):
         return "cudnn"
     chosen, reason = choose_attention(q, k, v)
     if chosen == "mosaic_gpu":
@@ -93,6 +89,18 @@ def _choose(
     if needs_memory and reason_not_here() is None:
         log_once(f"attention: {work}, because {'; and '.join(reasons)}")
     return library
+
+
+def _is_faster_than_cudnn(q: Float[Array, "B S N H"]) -> bool:
+    """Whether our kernels are as fast as cuDNN in rows of one document, or faster.
+
+    For a query and a key, the gradients of cuDNN take 5 products, and those of our kernels take 7.
+    In long rows with heads of 128 the products take most of the time. There cuDNN takes 0.94 to
+    0.97 of the time of our kernels (docs/lab/2026-11-30-attention-of-whole-rows.md). Our kernels
+    pad heads of other sizes, which was not timed beside cuDNN.
+    """
+    _, num_positions, _, head_dim = q.shape
+    return head_dim == 64 or (head_dim == 128 and num_positions <= 8192)
 
 
 def _of_jax(

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.attention --peers
     python -m benchmarks.kernels.attention --documents 8 --peers
+    python -m benchmarks.kernels.attention --window 4096 --shapes 1x16384x32x8x128
     python -m benchmarks.kernels.attention --contenders cuDNN ours --shapes 1x8192x32x8x128
 
 A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
@@ -18,6 +19,9 @@ and has a backward without a mask only. The rows "no mask" compare that backward
 `--documents N` times cuDNN on rows of N documents of random lengths. "Mask" gives cuDNN a mask of
 S² elements. "Ours" has several tiles. The rates of all rows count the
 causal attention of a whole row, so they compare times.
+
+`--window N` times cuDNN and ours where a token attends to N tokens at most, itself included. The
+rates count the attention of a whole row there, too.
 
 `--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`; with `--documents` it
 adds TransformerEngine alone. Its packed attention first fills the results with zeros, by the
@@ -134,6 +138,22 @@ def variants(*, with_tokamax: bool) -> list[Variant]:
         Variant("cuDNN, no mask", "", cudnn, formula=FULL_ATTENTION),
         *_of_jax(),
         *(_of_tokamax() if with_tokamax else ()),
+    ]
+
+
+def of_window(window: int) -> list[Variant]:
+    """The contenders where a token attends to as many tokens at most, itself included."""
+    cudnn = functools.partial(
+        jax.nn.dot_product_attention,
+        implementation="cudnn",
+        is_causal=True,
+        local_window_size=(window - 1, 0),
+    )
+    ours = functools.partial(documents.by_kernels, window=window)
+    formula = dataclasses.replace(ATTENTION, fn=functools.partial(ATTENTION.fn, window=window))
+    return [
+        Variant("cuDNN", "", cudnn, formula=formula),
+        Variant("ours", "", ours, formula=formula),
     ]
 
 
@@ -392,6 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--peers", action="store_true", help="add other libraries' kernels")
     parser.add_argument("--documents", type=int, help="documents of a row")
+    parser.add_argument("--window", type=int, help="tokens that a token attends to at most")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="time these in JAX alone")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
@@ -406,6 +427,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device_kind = timing.require_gpu()
     absent = peers.missing()
+    if args.window is not None and (args.peers or not of_whole_rows or args.window < 1):
+        parser.error("--window takes a number from 1 on, without --documents and --peers")
     with_torch = args.peers and of_whole_rows
     if with_torch and "torch" in absent:
         sys.exit("--peers needs torch, which is not installed")
@@ -417,7 +440,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{', '.join(found)}. Kernel time, median of {args.rounds} interleaved rounds; "
         f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
     )
-    if of_whole_rows:
+    if args.window is not None:
+        contenders = of_window(args.window)
+    elif of_whole_rows:
         contenders = variants(with_tokamax=args.peers and "tokamax" not in absent)
     else:
         with_te = args.peers and "transformer-engine" not in absent
@@ -448,6 +473,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
         name = "attention" if of_whole_rows else f"attention_documents_{args.documents}"
+        if args.window is not None:
+            name = f"attention_window_{args.window}"
         write_results(args.output_dir, name, device, contents, title + table(records))
     print(table(records))
 

@@ -60,10 +60,13 @@ def by_kernels(
     v: jax.Array,
     segment_ids: jax.Array | None = None,
     *,
+    window: int | None = None,
     config: AttentionConfig | None = None,
 ) -> jax.Array:
     """Our kernels, which skip tiles of other documents; None is for rows of one document."""
-    bounds = None if segment_ids is None else document_bounds(segment_ids)
+    if window is not None and segment_ids is None:
+        segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
+    bounds = None if segment_ids is None else document_bounds(segment_ids, window=window)
     return document_attention(q, k, v, bounds, implementation="mosaic_gpu", config=config)
 
 

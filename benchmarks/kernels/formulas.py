@@ -96,10 +96,11 @@ def _linear_jensen_shannon(x, weight, teacher_x, teacher_weight):
     return jnp.sum(terms) / (2 * len(x))
 
 
-def attention(q, k, v, segment_ids=None, *, is_causal: bool = True):
+def attention(q, k, v, segment_ids=None, *, is_causal: bool = True, window: int | None = None):
     """Attention of `q` `[B, S, N, H]` to `k` and `v` `[B, S, K, H]`, each for N / K heads of `q`.
 
-    With `segment_ids` `[B, S]` a token attends to tokens of its own segment.
+    With `segment_ids` `[B, S]` a token attends to tokens of its own segment. With a window it
+    attends to as many tokens at most, itself included.
 
     One key head of one sequence at a time, because float32 logits of all heads fill a card.
     """
@@ -115,6 +116,8 @@ def attention(q, k, v, segment_ids=None, *, is_causal: bool = True):
         mask = ids[:, None] == ids
         if is_causal:
             mask &= jnp.tri(length, dtype=bool)
+        if window is not None:
+            mask &= ~jnp.tri(length, k=-window, dtype=bool)
         logits = jnp.where(mask, logits, -jnp.inf)
         return scores("gst,th->sgh", jax.nn.softmax(logits), v)
 

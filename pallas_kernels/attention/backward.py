@@ -53,8 +53,8 @@ def attention_backward(
       out: Output of the attention.
       logsumexp: Natural logarithm of the sum of `exp(scale · q·k)` over the keys of a query.
       dout: Cotangent of `out`.
-      begins: Index in its row of the first token of each token's document.
-      ends: Index in its row of the token after the last token of each token's document.
+      begins: Index in its row of the first token that each token attends to.
+      ends: Index in its row of the token after the last one that attends to each token.
       scale: Positive factor of the products of queries and keys.
       of_queries: Launch parameters of the kernel of `dq`.
       of_keys: Launch parameters of the kernel of `dk` and `dv`.

@@ -78,6 +78,7 @@ class KeysConfig:
       parts: Number of parts into which the heads of queries that share a head of keys are divided,
         from 1 to the number of these heads. Each part has blocks of its own. If there are several
         parts, each writes its sums of `dk` and `dv` to memory in float32, and XLA adds them up.
+        `AttentionConfig(dkdv=None)` takes several parts if a device has few keys.
     """
 
     tile: int = 64
@@ -185,5 +186,5 @@ def keys_config(shape: tuple[int, ...], group: int) -> KeysConfig:
     num_rows, length, num_heads, _ = shape
     config = KeysConfig()
     num_blocks = num_rows * num_heads * pl.cdiv(length, config.keys)
-    parts = min(2 * target_device().num_sms // num_blocks, group)
+    parts = min(2 * target_device().num_sms // max(num_blocks, 1), group)
     return dataclasses.replace(config, parts=max(parts, 1))

@@ -135,8 +135,8 @@ def attention_forward(
       q: Queries in one of `DTYPES`; H is one of `HEAD_SIZES`, and S is a multiple of 8.
       k: Keys in the dtype of `q`; head n of the queries reads head `n // (N // K)`.
       v: Values in the dtype of `q`.
-      begins: Index in its row of the first token of each token's document, int32. It does not fall
-        along a row, and is no larger than the token's own index.
+      begins: Index in its row of the first token that each token attends to, int32. It does not
+        fall along a row, and is no larger than the token's own index.
       scale: Positive factor of the products of queries and keys.
       config: Launch parameters.
     """

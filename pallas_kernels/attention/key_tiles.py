@@ -27,10 +27,10 @@ _PIECE = 8  # columns that are masked at a time
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The beginnings of the documents of a row.
+    """The beginnings of the documents or windows of a row.
 
     Attributes:
-      begins: Index of the first token of each token's document, in global memory `[B, S]`.
+      begins: Index of the first token that each token attends to, in global memory `[B, S]`.
       row: Number of the row.
       length: Number of tokens of a row, S.
     """

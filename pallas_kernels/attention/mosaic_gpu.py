@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.backward import attention_backward
@@ -25,6 +26,7 @@ from pallas_kernels.attention.forward import (
     attention_forward,
     check_forward,
 )
+from pallas_kernels.attention.key_tiles import QUERIES
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import Place, Roles, Tokens
@@ -33,7 +35,9 @@ from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
-_MOST_ROWS = 65535  # blocks of an axis of the grid
+_MOST_BLOCKS = 65535  # of an axis of the grid
+_MOST_ROWS = _MOST_BLOCKS  # a block computes a part of one row
+_FEWEST_WARPGROUPS = 2  # of a block in the default parameters; each computes `QUERIES` of a head
 
 
 def unsupported_reason(
@@ -46,13 +50,20 @@ def unsupported_reason(
             f"q, k and v are {', '.join(map(str, dtypes))}; the kernels take bfloat16 or float16, "
             "the same for all three"
         )
-    num_rows, length, _, head_size = q.shape
+    num_rows, length, num_heads, head_size = q.shape
+    group = num_heads // k.shape[2] if k.shape[2] else 0
     if head_size > HEAD_SIZES[-1]:
         return f"heads have {head_size} numbers; the kernels take up to {HEAD_SIZES[-1]}"
     if length % 8:
         return f"rows have {length} tokens; pad them to a multiple of 8"
     if num_rows > _MOST_ROWS:
         return f"there are {num_rows} rows; the kernels take up to {_MOST_ROWS}"
+    if _num_blocks(length, group, _FEWEST_WARPGROUPS) > _MOST_BLOCKS:
+        longest = _MOST_BLOCKS * _FEWEST_WARPGROUPS // group * QUERIES
+        return (
+            f"rows have {length} tokens; where {group} heads of queries share a head of keys, the "
+            f"kernels take up to {longest}"
+        )
     return hopper_gemm.unsupported_device(target_device())
 
 
@@ -60,13 +71,25 @@ def check_launch(
     config: AttentionConfig, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]
 ) -> None:
     """Raises ValueError if a kernel cannot be launched with its parameters."""
-    head_size = _head_size_of_kernels(q)
+    head_size, group = _head_size_of_kernels(q), q.shape[2] // k.shape[2]
+    for of_queries in filter(None, (config.forward, config.dq)):
+        num_blocks = _num_blocks(q.shape[1], group, of_queries.warpgroups)
+        if num_blocks > _MOST_BLOCKS:
+            raise ValueError(
+                f"{of_queries} makes {num_blocks} blocks of a row of {q.shape[1]} tokens, and a "
+                f"grid has up to {_MOST_BLOCKS}; take more warpgroups"
+            )
     if config.forward is not None:
         check_forward(config.forward, q, head_size)
     if config.dq is not None:
         check_queries(config.dq, q, head_size)
     if config.dkdv is not None:
-        check_keys(config.dkdv, q, head_size, q.shape[2] // k.shape[2])
+        check_keys(config.dkdv, q, head_size, group)
+
+
+def _num_blocks(length: int, group: int, warpgroups: int) -> int:
+    """Number of blocks of a row and a head of keys in the kernels whose blocks compute queries."""
+    return pl.cdiv(pl.cdiv(length, QUERIES) * group, warpgroups)
 
 
 def attention(
@@ -151,7 +174,7 @@ def _forward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
             by_heads, k, v, begins, scale=operation.scale, config=config
         )
         out = out[..., : q.shape[-1]]
-        return out.reshape(q.shape), logsumexp.reshape(len(q), *q.shape[2:4], -1)
+        return out.reshape(q.shape), logsumexp.reshape(len(q), *q.shape[2:4], q.shape[1])
 
     return _of_all_rows(forward)
 
@@ -160,7 +183,7 @@ def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
     def backward(
         dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *bounds: Array
     ) -> tuple[Array, ...]:
-        of_heads = logsumexp.reshape(len(q), -1, q.shape[1])
+        of_heads = jax.lax.collapse(logsumexp, 1, 3)
         arrays = map(_as_wide_as_the_kernels, (_heads(q), k, v, _heads(out), _heads(dout)))
         by_heads, k, v, out, dout = arrays
         args = by_heads, k, v, out, of_heads, dout, *(bounds or whole_rows(*q.shape[:2]))

@@ -21,7 +21,7 @@ def attention_reference(
       q: Queries.
       k: Keys; N is a multiple of K, and head n of the queries reads head `n // (N // K)`.
       v: Values.
-      begins: Index in its row of the first token of each token's document.
+      begins: Index in its row of the first token that each token attends to.
       scale: Factor of the products of queries and keys.
     """
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32

@@ -188,6 +188,19 @@ def test_the_program_writes_a_table(tmp_path, capsys, monkeypatch):
     assert "| formula | 2.000 (0) |  |  |  |" in capsys.readouterr().out
 
 
+def test_the_formula_of_a_window_is_jaxs():
+    cudnn, ours = attention.of_window(5)
+    assert (cudnn.name, ours.name) == ("cuDNN", "ours") and cudnn.formula == ours.formula
+    rng = np.random.default_rng(0)
+    specs = documents.specs_of((2, 12, 4, 2, 8))
+    q, k, v = (jnp.asarray(rng.standard_normal(specs[n].shape), jnp.float32) for n in "qkv")
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(4, 0))
+    np.testing.assert_allclose(cudnn.formula.fn(q, k, v), expected, rtol=1e-5, atol=1e-6)
+    bounds = documents.document_bounds(jnp.zeros((2, 12), jnp.int32), window=5)
+    got = documents.document_attention(q, k, v, bounds)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_contenders_are_named_as_they_are(monkeypatch, capsys):
     monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA H100")
     monkeypatch.setattr(ceilings, "measure", lambda: "ceilings")

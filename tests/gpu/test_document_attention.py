@@ -66,6 +66,29 @@ def test_as_accurate_as_with_a_mask(shape, num_documents, dtype):
     assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
 
 
+@pytest.mark.parametrize("shape", [UNEVEN, (2, 4096, 14, 2, 64), (1, 4096, 8, 8, 128)], ids=str)
+@pytest.mark.parametrize("window", [1, 100, 1000])
+def test_windows(shape, window):
+    """In rows of five documents and, where there are several rows, of one."""
+    arrays, ids = inputs(shape, 5, "bfloat16")
+
+    def with_mask(q, k, v, ids):
+        distance = jnp.arange(shape[1])[:, None] - jnp.arange(shape[1])
+        mask = (ids[:, :, None] == ids[:, None]) & (distance < window)
+        of_jax = jax.nn.dot_product_attention
+        return of_jax(q, k, v, mask=mask[:, None], is_causal=True, implementation="cudnn")
+
+    ours = lambda *a: by_kernels(*a, window=window)
+    exactly = lambda *a: formulas.attention(*a, window=window)
+    of = lambda fn, arrays: as_float64(
+        jax.jit(lambda *qkv: value_and_grads(lambda *a: fn(*a, ids), qkv, arrays[3]))(*arrays[:3])
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        masked = of(with_mask, arrays)
+    exact = of(exactly, [a.astype(jnp.float32) for a in arrays])
+    assert_as_accurate(of(ours, arrays), masked, exact, names=NAMES)
+
+
 @pytest.mark.parametrize(
     "shape",
     [UNEVEN, (2, 4104, 14, 2, 64), (1, 4096, 16, 2, 128), (2, 2048, 16, 16, 128), PADDED],

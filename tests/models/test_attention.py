@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def calls(monkeypatch):
     return made
 
 
-def attend(ids=None, *, implementation=None, head_dim=16, dtype=jnp.bfloat16, length=8):
+def attend(ids=None, *, implementation=None, head_dim=64, dtype=jnp.bfloat16, length=8):
     length = length if ids is None else ids.shape[1]
     q = jnp.ones((1, length, 2, head_dim), dtype)
     documents = None if ids is None else document_bounds(ids)
@@ -118,14 +119,28 @@ def test_on_hopper_kernels_compute_it(on_gpu, calls, caplog, asked_for, chosen):
         (None, 8192, 128, "mosaic_gpu"),
         (None, 8200, 128, "cudnn"),
         (None, 8200, 64, "mosaic_gpu"),
+        (None, 8, 96, "cudnn"),
+        (None, 8, 32, "cudnn"),
+        (EIGHT_OF_TWO, 8, 96, "mosaic_gpu"),
         (jnp.zeros((1, 8200), jnp.int32), 8200, 128, "mosaic_gpu"),
     ],
-    ids=["8192", "8200", "heads of 64", "documents"],
+    ids=["8192", "8200", "heads of 64", "of 96", "of 32", "documents of 96", "documents"],
 )
-def test_cudnn_computes_long_rows_of_one_document(on_gpu, calls, ids, length, head_dim, chosen):
+def test_cudnn_computes_rows_of_one_document_where_it_is_faster(
+    on_gpu, calls, ids, length, head_dim, chosen
+):
     on_gpu(H100)
     attend(ids, length=length, head_dim=head_dim)
     assert_called(calls[0], ids, chosen)
+
+
+def test_export_with_symbolic_sizes():
+    b, s = jax.export.symbolic_shape("b, s")
+    q, k = (jax.ShapeDtypeStruct((b, s, n, 128), jnp.bfloat16) for n in (4, 2))
+    attend = lambda q, k: causal_attention(q, k, k, None, None)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's attention by XLA needs it in 16 bits
+        (out,) = jax.export.export(jax.jit(attend))(q, k).out_avals
+    assert out.shape == q.shape
 
 
 def test_kernels_compute_long_rows_where_cudnn_does_not(on_gpu, calls, monkeypatch):

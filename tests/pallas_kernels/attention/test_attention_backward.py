@@ -26,10 +26,13 @@ def bounds_of(lengths):
     return (last - sizes).astype(np.int32), last.astype(np.int32)
 
 
-def make_args(lengths, dtype, *, heads=(4, 2), head_size=64, seed=0):
+def make_args(lengths, dtype, *, heads=(4, 2), head_size=64, seed=0, window=None):
     """Operands of the gradients; attention is sharp where logits have a deviation of 2."""
     rng = np.random.default_rng(seed)
     begins, ends = bounds_of(lengths)
+    if window is not None:
+        token = np.arange(begins.shape[1], dtype=np.int32)
+        begins, ends = np.maximum(begins, token - window + 1), np.minimum(ends, token + window)
     normal = lambda num_heads: jnp.asarray(
         rng.standard_normal((*begins.shape, num_heads, head_size)), dtype
     )
@@ -94,6 +97,14 @@ def options_of(of_dq=3, stages=2, tile=64, warpgroups=1, parts=1):
 def test_gradients(lengths, heads, head_size, dtype, options):
     """2 s."""
     check(make_args(lengths, dtype, heads=heads, head_size=head_size), options)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [1, 50, 130])
+def test_gradients_within_a_window(window):
+    """3 s each."""
+    args = make_args([[200], [90, 110]], BF16, heads=(2, 1), window=window)
+    check(args, {"of_keys": KeysConfig(parts=2)})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import document_attention, document_bounds
-from pallas_kernels.attention import AttentionConfig, ForwardConfig, KeysConfig, QueriesConfig
+from pallas_kernels.attention import (
+    AttentionConfig,
+    ForwardConfig,
+    KeysConfig,
+    QueriesConfig,
+    dkdv_kernel,
+    dq_kernel,
+    forward,
+)
 from pallas_kernels.attention import config as configs
 from pallas_kernels.attention.dkdv_kernel import gradients_of_keys_and_values
 from pallas_kernels.attention.dq_kernel import gradient_of_queries
@@ -171,3 +179,35 @@ def test_tiles_of_rows_of_one_document():
     of = functools.partial(configs.forward_config, head_size=64)
     assert of(2048, whole_rows=True).block_kv == 128
     assert of(2040, whole_rows=True) == of(2048, whole_rows=False) == ForwardConfig(warpgroups=2)
+
+
+@pytest.mark.parametrize(
+    "config", [ForwardConfig(warpgroups=1), QueriesConfig(warpgroups=1, stages=2)], ids=str
+)
+def test_a_grid_has_65535_blocks_of_a_row(config):
+    """Four heads of queries share a head of keys."""
+    most = 65535 // 4 * 64
+    with_config(config, length=most)
+    message = r"makes 65536 blocks of a row of \d+ tokens, and a grid has up to 65535; take more wa"
+    with pytest.raises(ValueError, match=message):
+        with_config(config, length=most + 8)
+
+
+@pytest.mark.parametrize("shape", [(32768, 136, 4, 2, 64), (2, 1048576, 8, 2, 64)], ids=str)
+def test_axes_of_a_grid_have_at_most_65535_blocks(monkeypatch, shape):
+    """It is CUDA's limit for all axes but the last one here, which has the heads."""
+    grids = {}
+
+    def as_launched(_, *, kernel_name, grid, out_type, **__):
+        grids[kernel_name] = grid
+        return lambda *_: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), out_type)
+
+    for module in (forward, dq_kernel, dkdv_kernel):
+        monkeypatch.setattr(module, "gpu_kernel", as_launched)
+    batch_size, length, num_heads, num_kv_heads, head_size = shape
+    of = lambda heads: array((batch_size, length, heads, head_size), jnp.bfloat16)
+    attend = functools.partial(document_attention, bounds=None, implementation="mosaic_gpu")
+    loss = lambda *qkv: jnp.sum(attend(*qkv).astype(jnp.float32))
+    jax.eval_shape(jax.grad(loss), of(num_heads), of(num_kv_heads), of(num_kv_heads))
+    assert len(grids) == 3
+    assert all(len(grid) == 3 and max(grid[:2]) <= 65535 for grid in grids.values())

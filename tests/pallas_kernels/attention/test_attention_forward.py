@@ -72,6 +72,16 @@ def test_values(rows, heads, head_size, dtype, config):
     check(make_args(rows, heads, head_size, dtype), config)
 
 
+@interpreted
+@pytest.mark.parametrize(("window", "stages"), [(1, 1), (50, 2), (130, 3)])
+def test_values_within_a_window(window, stages):
+    """2 s each. The interpreter waits forever if a test runs the same program as one before."""
+    q, k, v, begins = make_args([[200], [90, 110]], (2, 1), 64, BF16)
+    begins = jnp.maximum(begins, jnp.arange(200, dtype=jnp.int32) - window + 1)
+    config = ForwardConfig(warpgroups=4, block_kv=64, max_stages=stages)
+    check((q, k, v, begins), config)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -35,6 +35,32 @@ def test_bounds():
     assert begins.dtype == ends.dtype == jnp.int32
 
 
+@pytest.mark.parametrize("window", [1, 3, 6, 2**40])
+def test_bounds_of_a_window(window):
+    """Token t attends to token j by `begins` just if it does so by `ends`."""
+    begins, ends = document_bounds(IDS, window=window)
+    token = np.arange(S)
+    ahead, ids = token[:, None] - token, np.asarray(IDS[0])
+    numbers = np.cumsum(np.diff(ids, prepend=ids[0]) != 0)  # documents that share an id are two
+    seen = (0 <= ahead) & (ahead < window) & (numbers[:, None] == numbers)
+    causal = ahead >= 0
+    np.testing.assert_array_equal(causal & (np.asarray(begins).T <= token), seen)
+    np.testing.assert_array_equal(causal & (token[:, None] < np.asarray(ends)), seen)
+
+
+@pytest.mark.parametrize(
+    ("window", "error", "message"),
+    [
+        (0, ValueError, "window=0 must be at least 1; None is no limit"),
+        (2.5, TypeError, "window must be an integer, got 2.5; None is no limit"),
+        (True, TypeError, "window must be an integer, got True"),
+    ],
+)
+def test_windows_are_positive_integers(unchecked_shapes, window, error, message):
+    with pytest.raises(error, match=message):
+        document_bounds(IDS, window=window)
+
+
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
@@ -316,6 +342,12 @@ def chosen(shape=(1, 8, 4, 128), dtype=BF16, keys=None):
         ({"shape": (1, 8, 4, 129)}, "heads have 129 numbers; the kernels take up to 128"),
         ({"shape": (1, 12, 4, 64)}, "rows have 12 tokens; pad them to a multiple of 8"),
         ({"shape": (65536, 8, 2, 8)}, "there are 65536 rows; the kernels take up to 65535"),
+        ({"shape": (1, 4194240, 4, 8)}, None),
+        (
+            {"shape": (1, 4194248, 4, 8)},
+            "rows have 4194248 tokens; where 2 heads of queries share a head of keys, the kernels "
+            "take up to 4194240",
+        ),
     ],
     ids=str,
 )
