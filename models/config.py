@@ -97,10 +97,10 @@ class LlamaConfig:
         activation "silu", and an MLP without biases and chunks. The dtype of the parameters stays
         the same. Generation of text runs in `dtype`.
       attention_implementation: Library that computes the attention. `None` takes the kernels of
-        `document_attention` where they run. Elsewhere, and in rows of one document above 8192
-        tokens with heads above 64 channels, it takes cuDNN where that runs: in 16 bits, with heads
-        of 8, 16, ... or 128 channels (on Hopper up to 256) and an even number of positions. If
-        neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
+        `document_attention` where they run and are as fast as cuDNN: in rows of documents, with
+        heads of 64 channels, and with heads of 128 channels in rows of up to 8192 tokens. Elsewhere
+        it takes cuDNN where that runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on
+        Hopper up to 256) and an even number of positions. If neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
         says why, and also why cuDNN reads a mask. "mosaic_gpu" takes `document_attention`, and
         raises where its kernels do not run.
     """

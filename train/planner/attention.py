@@ -4,13 +4,14 @@ import math
 
 from train.planner.dataflow import Op
 
-# Our kernels by name: number of products over the pairs of a query and a key, and the share of the
-# peak that they reach. Measured on an H200 with 64 channels a head and rows of one document
-# (docs/lab/2026-11-30-attention-with-counters.md).
+# Our kernels by name: number of products over the pairs of a query and a key, and the shares of the
+# peak that they reach with heads of 64 and of 128 channels. Measured on an H200 in rows of one
+# document, 4 x 4096 x 32 x 8 x 64 and 1 x 8192 x 32 x 8 x 128
+# (docs/lab/2026-11-30-attention-of-whole-rows.md).
 _KERNELS = {
-    "attention_forward": (2, 0.41),
-    "attention_backward_dq": (3, 0.64),
-    "attention_backward_dkdv": (4, 0.60),
+    "attention_forward": (2, 0.44, 0.65),
+    "attention_backward_dq": (3, 0.66, 0.84),
+    "attention_backward_dkdv": (4, 0.60, 0.74),
 }
 # Position of the statistics, one for each softmax, among the operands of the backward.
 _STATISTICS = 10
@@ -34,15 +35,15 @@ def kernel_flops(op: Op) -> float:
 
     The documents are not known here. Rows of several documents take less time.
     """
-    num_products, _ = _KERNELS[op.params["name"]]
+    num_products, *_ = _KERNELS[op.params["name"]]
     batch, length, heads, head_dim = op.shapes[0]
     return 1.0 * num_products * batch * heads * length**2 * head_dim
 
 
 def kernel_efficiency(op: Op) -> float:
     """The share of the peak that one of our kernels reaches."""
-    _, efficiency = _KERNELS[op.params["name"]]
-    return efficiency
+    _, of_64, of_128 = _KERNELS[op.params["name"]]
+    return of_64 if op.shapes[0][-1] == 64 else of_128
 
 
 def workspace_bytes(op: Op) -> int:
