@@ -239,7 +239,7 @@ def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, levels
     of_results = _tangent_p.bind(*given, *saved, result_types=types, **params)
     if wanted is None:
         return list(results), of_results
-    return [*results, *residuals], [*of_results, *map(_zero, residuals)]
+    return [*results, *residuals], [*of_results, *(ad.Zero(jax.typeof(a)) for a in residuals)]
 
 
 def _transpose(cotangents, *args, operation: Operation, wanted: Mask, levels: Levels, **_: Any):
@@ -270,10 +270,6 @@ def _like(gradient: jax.Array, aval: Any) -> jax.Array:
     if AxisType.Explicit in aval.sharding.mesh.axis_types:
         return jax.sharding.reshard(gradient, aval.sharding)
     return gradient
-
-
-def _zero(a: jax.Array) -> Any:
-    return ad.Zero(jax.typeof(a))
 
 
 def _with_tangent(operation: Operation) -> HasTangent:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import subjaxprs
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels.auto_axes import over_auto_axes
@@ -92,14 +93,8 @@ def xla_partitions(args: Sequence[jax.Array]) -> bool:
 
 def splits_itself(jaxpr: Any) -> bool:
     """Whether a jaxpr has functions that XLA asks Python to split."""
-    return any(
-        eqn.primitive.name == "custom_partitioning" or any(map(splits_itself, _jaxprs_of(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _jaxprs_of(eqn: Any) -> list[Any]:
-    return [a for a in eqn.params.values() if hasattr(a, "eqns")]
+    is_split = any(eqn.primitive.name == "custom_partitioning" for eqn in jaxpr.eqns)
+    return is_split or any(map(splits_itself, subjaxprs(jaxpr)))
 
 
 def split_over_explicit_axes(

@@ -174,10 +174,6 @@ def _on_gpu(a: jax.Array, *, kernel_name: str) -> jax.Array:
     return a
 
 
-def _batch_on_gpu(arrays: Any, axes: Any, *, kernel_name: str) -> Any:
-    return _on_gpu_p.bind(*arrays, kernel_name=kernel_name), axes[0]
-
-
 def _lower_elsewhere(context: Any, a: Any, *, kernel_name: str) -> Any:
     _refuse_platforms(context.module_context.platforms, kernel_name)
 
@@ -190,6 +186,6 @@ def _refuse_platforms(platforms: Any, kernel_name: str) -> None:
     )
 
 
-batching.primitive_batchers[_on_gpu_p] = _batch_on_gpu
+batching.defvectorized(_on_gpu_p)
 mlir.register_lowering(_on_gpu_p, _lower_elsewhere)
 mlir.register_lowering(_on_gpu_p, lambda context, a, *, kernel_name: [a], platform="cuda")
