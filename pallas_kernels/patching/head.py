@@ -20,20 +20,7 @@ from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.patching.programs import Atom, Equation, Program
 
 # Primitives that change neither a value nor its place in the array, and casts.
-_TRANSPARENT = {"convert_element_type", "copy", "copy_p", "name", "reshard", "sharding_constraint"}
-# Primitives with a program of their own, for the message of an error.
-_TRACED_INSIDE = {
-    "checkpoint",
-    "cond",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "jit",
-    "pjit",
-    "remat2",
-    "scan",
-    "shard_map",
-    "while",
-}
+_TRANSPARENT = {"convert_element_type", "copy", "name", "reshard", "sharding_constraint"}
 
 
 class _NoHead(Exception):
@@ -127,11 +114,8 @@ def _precision(hidden: jax.Array, precision: Any) -> contextlib.AbstractContextM
     """The context in which float32 products have the precision of the model's."""
     if precision is None or hidden.dtype != jnp.float32:
         return contextlib.nullcontext()
-    is_usual = precision in _PRECISIONS
+    is_usual = isinstance(precision, jax.lax.Precision)
     return jax.default_matmul_precision(precision.name.lower() if is_usual else precision.name)
-
-
-_PRECISIONS = set(jax.lax.Precision)
 
 
 def _only_head(program: Program, outputs: Mapping[str, Atom], labels: Any) -> _Head:
@@ -194,7 +178,8 @@ def _head_of(program: Program, atom: Atom) -> _Head:
         elif name == "mul" and softcap is None and bias is None:
             softcap, atom = _softcap_and_rest(program, equation)
         else:
-            inside = " which the loss does not see into" if name in _TRACED_INSIDE else ""
+            has_program = any(core.jaxprs_in_params(equation.params))
+            inside = " which the loss does not see into" if has_program else ""
             raise _NoHead(f"it is the result of {name!r}{inside}, and not of a product")
 
 

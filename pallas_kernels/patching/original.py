@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.patching import candidates
-from pallas_kernels.patching.programs import CHECKPOINTS, JITS, Program, variables
+from pallas_kernels.patching.programs import CHECKPOINT, JIT, Program, variables
 from pallas_kernels.patching.rules import MLPRule, NormRule, Path, name_of
 
 # Quick to compile, and every rounding is kept that the module writes.
@@ -33,7 +33,6 @@ _SMOOTH = {
     "concatenate",
     "convert_element_type",
     "copy",
-    "copy_p",
     "div",
     "dot_general",
     "dynamic_slice",
@@ -214,7 +213,7 @@ class Original:
 
     def has_checkpoint(self, x: np.ndarray) -> bool:
         """Whether the call is under `jax.checkpoint`, so that the backward finds its input only."""
-        return re.search(r"\b(checkpoint|remat2?)\[", self.text(x)) is not None
+        return f"{CHECKPOINT}[" in self.text(x)
 
     def ours(self, rules: list[NormRule | MLPRule], x: np.ndarray, dtype: Any) -> list[np.ndarray]:
         """The results of our operations in plain JAX for an input and a dtype of the result."""
@@ -303,7 +302,7 @@ class Original:
         return re.sub(r"0x[0-9a-f]+", "", f"{jaxpr} {constants}"), jaxpr
 
     def _program(self, x: np.ndarray) -> Program:
-        return Program(self._traced(x)[1], opens=(*JITS, *CHECKPOINTS))
+        return Program(self._traced(x)[1], opens=(JIT, CHECKPOINT))
 
 
 def _data(a: jax.Array) -> np.ndarray:

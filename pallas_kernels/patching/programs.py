@@ -10,8 +10,8 @@ from jax.extend import core
 Atom = Any
 Equation = Any
 
-JITS = ("jit", "pjit")
-CHECKPOINTS = ("checkpoint", "remat2")
+# Names of the primitives of `jax.jit` and `jax.checkpoint` (JAX 0.11.2 and 0.12).
+JIT, CHECKPOINT = "jit", "remat2"
 
 
 def variables(atoms: Sequence[Atom]) -> set[core.Var]:
@@ -31,7 +31,7 @@ class Program:
       outputs: Variables or literals of the results.
     """
 
-    def __init__(self, jaxpr: Any, opens: Collection[str] = JITS):
+    def __init__(self, jaxpr: Any, opens: Collection[str] = (JIT,)):
         self._opens = opens
         self._values: dict[core.Var, Any] = {}
         self._equations: list[core.JaxprEqn] = []
