@@ -216,16 +216,14 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
             num_per_token = int(wanted[0])
             return [losses, *gradients[:num_per_token]], gradients[num_per_token:]
 
-        merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
-        tokens = [merged(a) for a in (x, coefficients, *of_tokens)]
-        fills, counts = (0,) * len(tokens), tokens[1] != 0
+        tokens = x, coefficients, *of_tokens
+        fills, counts = (0,) * len(tokens), coefficients != 0
         fraction = 1.0 if every_loss else settings.counted_fraction
         losses, *gradients = compute_counted(
             compute, tokens, fills, counts, fraction, place, name=operation.name
         )
         if wanted[0]:
-            dx = gradients[0].reshape(x.shape)
-            gradients[0] = jax.lax.psum(dx, exchanged) if exchanged else dx
-        return losses.reshape(coefficients.shape), *gradients
+            gradients[0] = jax.lax.psum(gradients[0], exchanged)
+        return losses, *gradients
 
     return run
