@@ -367,10 +367,10 @@ def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
         elif names:
             # Devices along an axis that splits no tokens have the same sum.
             both = tuple(name for name in names if name in left)
-            a = jax.lax.psum(a, both) if both else a
+            a = jax.lax.psum(a, both)
             left = tuple(name for name in left if name not in both)
             a = _own_part(a, names, axis)
-    return jax.lax.psum(a, left) if left else a
+    return jax.lax.psum(a, left)
 
 
 def _own_part(a: jax.Array, names: Split, axis: int) -> jax.Array:

@@ -52,13 +52,11 @@ class RowReductions:
 
     def sum(self, a: Float[Array, "*T C"]) -> Float[Array, "*T"]:
         """The sums of the rows."""
-        found = jnp.sum(a, axis=-1)
-        return jax.lax.psum(found, self.axes) if self.axes else found
+        return jax.lax.psum(jnp.sum(a, axis=-1), self.axes)
 
     def max(self, a: Float[Array, "*T C"]) -> Float[Array, "*T"]:
         """The maxima of the rows."""
-        found = jnp.max(a, axis=-1)
-        return jax.lax.pmax(found, self.axes) if self.axes else found
+        return jax.lax.pmax(jnp.max(a, axis=-1), self.axes)
 
 
 class Statistics(NamedTuple):

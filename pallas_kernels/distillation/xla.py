@@ -263,7 +263,7 @@ def _of_top_k(
     own = logits.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
     if bias is not None:
         own += bias.at[local].get(mode="fill", fill_value=0).astype(jnp.float32)
-    own = jax.lax.psum(own, rows.axes) if rows.axes else own
+    own = jax.lax.psum(own, rows.axes)
     top = jnp.where(columns < vocab_size, softcapped(own, softcap), -jnp.inf) / temperature
     # All logits are read before their memory changes, or XLA would copy them.
     top, logits = jax.lax.optimization_barrier((top, logits))

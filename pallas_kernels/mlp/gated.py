@@ -214,7 +214,7 @@ def _backward_of(key: tuple[Plan, Mask, tuple[Any, ...]], place: Place) -> Calla
 def _sum_of_parts(a: jax.Array, place: Place) -> jax.Array:
     """The sum over the devices that share the tokens, each of which has a part of the columns."""
     (axes,) = place.parts
-    return jax.lax.psum(a, axes) if axes else a
+    return jax.lax.psum(a, axes)
 
 
 def _backward(
