@@ -126,7 +126,7 @@ def in_types_that_do_not_vary(
     around the map. So `run` gets arguments whose types do not vary either. The returned results
     vary over the axes over which `args` vary.
     """
-    varying = frozenset().union(*map(varying_axes, args))
+    varying = varying_axes(args)
     own = (retyped(vary(a, varying), frozenset()) for a in args)
     return [retyped(a, varying) for a in run(*own)]
 
@@ -259,5 +259,5 @@ def _over_explicit_axes(
     # vary. They vary as the arguments do, but not over axes over which the caller has split a part:
     # there the local functions have exchanged what is missing.
     exchanged = {name for split in whole.parts for name in split}
-    varying = frozenset().union(*map(varying_axes, args)) - exchanged
+    varying = varying_axes(args) - exchanged
     return tuple(vary(a, varying) for a in results)

@@ -24,6 +24,7 @@ from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.differentiable import is_unchecked, roles_of_gradients
 from pallas_kernels.loss.layout import Embedding
+from pallas_kernels.loss.token_loss import finite_where_not_counted
 from pallas_kernels.mapping import Mask
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
@@ -128,8 +129,7 @@ class _Distillation:
         every_loss = wanted is not None and wanted[_COEFFICIENTS]
         loss, *gradients = self._partitioned(early, args, every_loss=every_loss)
         coefficients = args[_COEFFICIENTS]
-        # Otherwise infinity or NaN times a coefficient of 0 would make the sum NaN.
-        loss = jnp.where((coefficients == 0) & ~jnp.isfinite(loss), 0.0, loss)
+        loss = finite_where_not_counted(loss, coefficients)
         axes = tuple(range(self.num_axes, coefficients.ndim))
         total = jnp.sum(coefficients * loss, axis=axes)
         return (total,) if wanted is None else (total, loss, *gradients)

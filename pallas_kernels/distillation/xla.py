@@ -211,7 +211,7 @@ def _by_kernels(
     if num_parts == 1:
         dz, losses = one_part(student.values, jax.tree.map(lambda a: a[0], parts))
     else:
-        varying = _varying_axes_of(student.bias, row, teacher_x, teacher_weight, teacher_bias)
+        varying = varying_axes((student.bias, row, teacher_x, teacher_weight, teacher_bias))
         dz, losses = jax.lax.scan(one_part, vary(student.values, varying), parts)
     return losses.reshape(-1), None if row is None else dz
 
@@ -318,7 +318,7 @@ def _in_place(
     size = num_tokens // number
     # A loop keeps the type of its carry, and the result varies over all axes of what it is made of.
     # `fn` reads biases, too, but the statistics among `of_tokens` vary over the biases' axes.
-    varying = _varying_axes_of(of_tokens)
+    varying = varying_axes(of_tokens)
 
     def step(i: Any, logits: Any) -> Any:
         part = lambda a: jax.lax.dynamic_slice_in_dim(a, i * size, size)
@@ -326,8 +326,3 @@ def _in_place(
         return jax.lax.dynamic_update_slice_in_dim(logits, new, i * size, 0)
 
     return jax.lax.fori_loop(0, number, step, vary(logits, varying))
-
-
-def _varying_axes_of(*trees: Any) -> frozenset[str]:
-    """The Manual axes over which any of the arrays varies."""
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(trees)))

@@ -65,7 +65,7 @@ def gpu_kernel(
         first = _on_gpu_p.bind(jnp.asarray(operands[0]), kernel_name=kernel_name)
         results = launch(first, *operands[1:])
         # `plgpu.kernel` returns arrays of a type that says they are the same on all devices.
-        varying = frozenset().union(*map(varying_axes, operands))
+        varying = varying_axes(operands)
         return jax.tree.map(lambda a: vary(a, varying), results)
 
     return checked
@@ -122,9 +122,10 @@ def _writing(run: Callable[..., Any], in_place: int) -> Callable[..., Any]:
     return without_references
 
 
-def varying_axes(a: Any) -> frozenset[str]:
-    """The Manual axes over which the array's type says that it varies."""
-    return jax.typeof(a).manual_axis_type.varying
+def varying_axes(arrays: Any) -> frozenset[str]:
+    """The Manual axes over which any array of a pytree varies, as its type says."""
+    of_each = (jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays))
+    return frozenset[str]().union(*of_each)
 
 
 def vary(a: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -94,7 +94,7 @@ class TokenFunction:
         Inside of `jax.shard_map` they are those of a device's own loss, and only the backward adds
         up those of an array that is the same on several devices. So `jax.grad` must not.
         """
-        varying = frozenset().union(*map(varying_axes, (*of_tokens, *data)))
+        varying = varying_axes((of_tokens, data))
         own = lambda arrays: [vary(a, varying) for a in arrays]
 
         def run(of_tokens: Arrays, data: Arrays, counts: jax.Array | None) -> Any:

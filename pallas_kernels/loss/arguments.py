@@ -328,8 +328,7 @@ def num_parts(vocab_axis: str | None, operation: str, weight: Embedding, **of_to
     is_checked = vocab_axis in varying_axes(jax.lax.axis_index(vocab_axis))
     if size == 1 or not is_checked:
         return size
-    varies = lambda a: vocab_axis in varying_axes(a)
-    if not varies(low_rank.arguments(weight)[0]):
+    if vocab_axis not in varying_axes(low_rank.arguments(weight)[0]):
         raise ValueError(
             f"{vocab_axis=} does not split the weight, which is the same on all {size} devices of "
             "this axis; split its vocabulary in the in_specs of jax.shard_map, or call "
@@ -338,7 +337,7 @@ def num_parts(vocab_axis: str | None, operation: str, weight: Embedding, **of_to
     for name, arrays in of_tokens.items():
         if name == "x" and isinstance(weight, low_rank.TwoParts):
             name = "x or weight.b"
-        if any(map(varies, jax.tree.leaves(arrays))):
+        if vocab_axis in varying_axes(arrays):
             raise ValueError(
                 f"{name} differs by its type between the {size} devices of {vocab_axis=}, which "
                 "must have the same tokens; split the tokens over another axis in the in_specs of "

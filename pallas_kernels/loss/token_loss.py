@@ -85,13 +85,13 @@ def _coefficients_of_mean_jvp(primals, tangents):
     return (coefficients, per_weight), (of_coefficients, -per_weight * jnp.sum(tangent))
 
 
-def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, "*T"]) -> TokenLosses:
-    """The losses with 0 in place of infinities and NaN of tokens whose coefficient is 0.
+def finite_where_not_counted[T](losses: T, coefficients: Float[Array, "*T"]) -> T:
+    """An array of losses or several, with 0 for infinities and NaN of tokens with coefficient 0.
 
-    Otherwise they times a coefficient of 0 would make a sum over all tokens NaN.
+    Infinity or NaN times 0 is NaN, and would make a sum over all tokens NaN.
     """
     finite = lambda a: jnp.where((coefficients == 0) & ~jnp.isfinite(a), 0.0, a)
-    return TokenLosses(*map(finite, losses))
+    return jax.tree.map(finite, losses)
 
 
 def with_bias(
