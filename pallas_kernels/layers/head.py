@@ -10,7 +10,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels.arguments import check_sizes
+from pallas_kernels.arguments import check_choice, check_sizes
 from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -61,13 +61,10 @@ class LinearCrossEntropy(nnx.Module):
         **loss_options: Any,
     ):
         check_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
+        check_choice("weight_layout", weight_layout, WeightLayout)
         options = checked_options(loss_options)
-        shapes = {"dv": (hidden_size, vocab_size), "vd": (vocab_size, hidden_size)}
-        if weight_layout not in shapes:
-            raise ValueError(f"{weight_layout=} must be 'dv' or 'vd'")
-        weight = nnx.Param(
-            kernel_init(rngs.params(), shapes[weight_layout], param_dtype), **kernel_metadata
-        )
+        shape = (hidden_size, vocab_size) if weight_layout == "dv" else (vocab_size, hidden_size)
+        weight = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
         if weight_layout == "dv":
             self.kernel = weight
         else:
@@ -131,7 +128,7 @@ class LinearCrossEntropy(nnx.Module):
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`, with the loss options."""
         return linear_cross_entropy(
-            x if self.dtype is None else x.astype(self.dtype),
+            x.astype(self.dtype or x.dtype),
             self._weight[...],
             labels,
             bias=None if self.bias is None else self.bias[...],
@@ -143,7 +140,7 @@ class LinearCrossEntropy(nnx.Module):
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
         return logits_of_head(
-            x if self.dtype is None else x.astype(self.dtype),
+            x.astype(self.dtype or x.dtype),
             self._weight[...],
             None if self.bias is None else self.bias[...],
             self.weight_layout,

@@ -72,7 +72,10 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
-        _check_biases(use_bias, save, chunk_size)
+        if use_bias and save != "gate_up":
+            raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
+        if use_bias and chunk_size is not None:
+            raise ValueError(f"{chunk_size=} is for layers without biases; leave it at None")
 
         def linear(size_in: int, size_out: int, own: Mapping[str, Any]) -> nnx.Linear:
             if unknown := sorted(own.keys() - _LINEAR_OPTIONS):
@@ -153,9 +156,8 @@ class SwiGLU(nnx.Module):
                 f"{cls.__name__}.from_nnx: the kernels must be [D, F], [D, F] and [F, D], got "
                 f"{shapes}"
             )
-
-        def abstract() -> "SwiGLU":
-            return cls(
+        mlp = nnx.eval_shape(
+            lambda: cls(
                 *shapes["gate"],
                 use_bias=gate.use_bias,
                 dtype=gate.dtype,
@@ -164,8 +166,7 @@ class SwiGLU(nnx.Module):
                 implementation=implementation,
                 rngs=nnx.Rngs(0),
             )
-
-        mlp = nnx.eval_shape(abstract)
+        )
         mlp.gate_proj, mlp.up_proj, mlp.down_proj = gate, up, down
         return mlp
 
@@ -188,13 +189,6 @@ class SwiGLU(nnx.Module):
             chunk_size=self.chunk_size,
             implementation=self.implementation,
         )
-
-
-def _check_biases(use_bias: bool, save: Save, chunk_size: int | None) -> None:
-    if use_bias and save != "gate_up":
-        raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
-    if use_bias and chunk_size is not None:
-        raise ValueError(f"{chunk_size=} is for layers without biases; leave it at None")
 
 
 def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:
