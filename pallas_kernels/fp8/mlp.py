@@ -61,7 +61,7 @@ from pallas_kernels.gpu.math import logistic
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, TokensLast
 from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import swiglu_mlp
-from pallas_kernels.mlp.reference import product, swiglu_gradients
+from pallas_kernels.mlp.reference import swiglu, swiglu_gradients
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents
@@ -218,7 +218,7 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
             )
         else:
             pair = [rows(multiply(quantized, w)) for w in (of_gate, of_up)]
-            activated, maxima = product(*pair), None
+            activated, maxima = swiglu(*pair), None
             gate_and_up = map(reference.blockwise_int8, pair) if keep else ()
         y = multiply(cast_one(activated, recipe.inputs, place, maxima=maxima), of_down)
         like_x = lambda values: values.reshape(*x.shape[:-1], values.shape[-1])

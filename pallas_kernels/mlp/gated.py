@@ -51,7 +51,7 @@ from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
-from pallas_kernels.mlp.reference import matmul, product, swiglu_gradients
+from pallas_kernels.mlp.reference import matmul, swiglu, swiglu_gradients
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation
@@ -256,7 +256,7 @@ def _project(
         )
         return tuple(a.reshape(*x.shape[:-1], -1) for a in found)
     gate, up = matmul(x, w_gate), matmul(x, w_up)
-    return (product(gate, up), gate, up)[: 3 if keep else 1]
+    return (swiglu(gate, up), gate, up)[: 3 if keep else 1]
 
 
 def _differentiate(

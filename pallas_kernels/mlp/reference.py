@@ -17,8 +17,7 @@ from pallas_kernels.partition import split_over_explicit_axes
 
 def swiglu(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
     """`silu(gate) · up`, in float32, rounded once to `gate.dtype`."""
-    product = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-    return product.astype(gate.dtype)
+    return formula.product(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def swiglu_mlp(
@@ -38,14 +37,9 @@ def _mlp_of(key: None, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
 
     def run(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> tuple[jax.Array, ...]:
         gate, up = matmul(x, w_gate), matmul(x, w_up)
-        return (matmul(product(gate, up), w_down),)
+        return (matmul(swiglu(gate, up), w_down),)
 
     return run
-
-
-def product(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
-    """`silu(gate) · up`, with the operations that `formula.gradients` differentiates."""
-    return formula.product(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def swiglu_gradients(
