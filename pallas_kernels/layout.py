@@ -395,12 +395,6 @@ def of_own_tokens(a: jax.Array, place: Place) -> jax.Array:
     return a
 
 
-def to_splits(spec: PartitionSpec, ndim: int) -> Splits:
-    """The mesh axes that split each axis of an array."""
-    entries = [*spec, *[None] * (ndim - len(spec))]
-    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-
-
 def to_spec(splits: Splits) -> PartitionSpec:
-    """The inverse of `to_splits`."""
+    """The splits of an array as JAX takes them."""
     return PartitionSpec(*(split or None for split in splits))

@@ -16,9 +16,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.choices import called, log_once
 from pallas_kernels.gpu.device import reason_not_here
-from pallas_kernels.layout import Split, to_spec, to_splits
+from pallas_kernels.layout import Split, to_spec
 from pallas_kernels.mapping import Levels, Mask, loop, num_levels, whole_where_equal
-from pallas_kernels.partition import axes_of_kind, in_types_that_do_not_vary, mesh_of
+from pallas_kernels.partition import (
+    axes_of_kind,
+    explicit_splits,
+    in_types_that_do_not_vary,
+    mesh_of,
+)
 
 
 def loop_over_members(
@@ -43,7 +48,7 @@ def loop_over_members(
     """
     run = loop(fn, (tuple(is_batched),))
     for a, b in zip(args, is_batched, strict=True):
-        if b and (members := to_splits(jax.typeof(a).sharding.spec, a.ndim)[0]):
+        if b and (members := explicit_splits(a)[0]):
             return _split(run, members, jax.typeof(a).sharding.mesh, args, is_batched)
     mesh = mesh_of(args)
     auto = axes_of_kind(mesh, AxisType.Auto)
@@ -129,8 +134,7 @@ def _split(
         )
     specs, shardings = [], []
     for a, is_member in zip(args, is_batched, strict=True):
-        splits = to_splits(jax.typeof(a).sharding.spec, a.ndim)
-        rest = [tuple(name for name in names if name not in members) for names in splits]
+        rest = [tuple(n for n in names if n not in members) for names in explicit_splits(a)]
         # Inside, only the axes of the members are Manual.
         specs.append(PartitionSpec(members) if is_member else PartitionSpec())
         of_all = to_spec((members, *rest[1:]) if is_member else tuple(rest))

@@ -35,7 +35,7 @@ from jax.sharding import AxisType, NamedSharding
 from pallas_kernels.auto_axes import over_auto_axes
 from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.gpu.kernel import interpreted, retyped, vary, varying_axes
-from pallas_kernels.layout import Layout, Local, Place, Roles, Split, Splits, to_spec, to_splits
+from pallas_kernels.layout import Layout, Local, Place, Roles, Split, Splits, to_spec
 
 _logger = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ def gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 def explicit_splits(a: jax.Array) -> Splits:
     """The Explicit axes that split each axis of an array."""
-    return to_splits(jax.typeof(a).sharding.spec, a.ndim)
+    spec = jax.typeof(a).sharding.spec  # of a type, so it has an entry for each axis
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
 
 
 def split_as(wanted: Splits, a: jax.Array, mesh: Any = None) -> jax.Array:
@@ -237,10 +238,7 @@ def _over_explicit_axes(
     leaves_auto: bool = False,
 ) -> tuple[jax.Array, ...]:
     named = lambda split: tuple(name for name in split if name in axes)
-    specs = [jax.typeof(a).sharding.spec for a in args]
-    splits = [
-        tuple(map(named, to_splits(spec, a.ndim))) for spec, a in zip(specs, args, strict=True)
-    ]
+    splits = [tuple(map(named, explicit_splits(a))) for a in args]
     layout = Layout.make(roles, whole, splits)
     layout.warn_of_repeated_work()
     run = jax.shard_map(

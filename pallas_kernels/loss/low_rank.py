@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.layout import Weight
+from pallas_kernels.partition import gathered
 
 _STEP = 64  # hidden units of a step of the kernels: 16 MB of a 16-bit `a` with V = 128256
 
@@ -118,7 +118,7 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
             f"weight.scale must be a number or a scalar array, got {lora.scale!r}; 1.0 is none"
         )
     scale = jnp.asarray(lora.scale, jnp.float32)
-    b = _on_every_device(b)
+    (b,) = gathered([b])  # JAX refuses its product with `x` where Explicit axes split both
     u = (_product_of_finite(x, b.astype(x.dtype)) * scale).astype(x.dtype)
     padding = -rank % _STEP
     u = jnp.pad(u, (*[(0, 0)] * (x.ndim - 1), (0, padding)))
@@ -134,14 +134,6 @@ def whole(weight: Any) -> jax.Array:
         return weight
     parts = jax.tree.leaves(weight.astype(jnp.float32))
     return jnp.concatenate(parts, axis=weight.layout.index("d"))
-
-
-def _on_every_device(b: Array) -> Array:
-    """The array, gathered where Explicit axes split it; JAX refuses its product with `x` there."""
-    sharding = jax.typeof(b).sharding
-    if all(names is None for names in sharding.spec):
-        return b
-    return jax.sharding.reshard(b, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 @jax.checkpoint  # or a copy of x would be kept for the backward, 64 MiB at 8192 x 4096
