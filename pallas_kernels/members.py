@@ -65,16 +65,19 @@ def loop_over_members(
 def saved_of_members(
     saved: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
     levels: Levels,
-    *arrays: Sequence[jax.Array],
+    args: Sequence[jax.Array],
+    results: Sequence[jax.Array],
+    residuals: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array], Levels]:
-    """`saved(*arrays)` for all members: results, arrays that the backward reads, and their levels.
+    """`saved` for all members: results, arrays that the backward reads, and their levels.
 
     Args:
       saved: `Operation.saved`, without its first argument.
       levels: Arguments that have members.
-      *arrays: Arguments, results and residuals.
+      args: Arguments of the operation.
+      results: Results of its forward, each with all members.
+      residuals: Residuals of its forward, each with all members.
     """
-    args, results, residuals = arrays
     cuts = len(args), len(args) + len(results)
 
     def of_one(*arrays: jax.Array) -> list[jax.Array]:

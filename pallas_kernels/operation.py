@@ -227,8 +227,9 @@ def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, levels
     num_results = len(out) - operation.num_residuals(has_tangent)
     residuals = out[num_results:]
     saved_of = functools.partial(operation.saved, has_tangent)
-    arrays = primals, out[:num_results], residuals
-    results, saved, levels_of_saved = saved_of_members(saved_of, levels, *arrays)
+    results, saved, levels_of_saved = saved_of_members(
+        saved_of, levels, primals, out[:num_results], residuals
+    )
     given = [t for t, is_given in zip(tangents, has_tangent, strict=True) if is_given]
     levels = tuple(
         (*itertools.compress(level, has_tangent), *of_saved)

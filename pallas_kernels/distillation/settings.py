@@ -27,7 +27,7 @@ _MIN_CHUNK = 768
 # Fewest tokens of a part of a chunk. A product reads all of the teacher's weight for each part: 2
 # bytes an entry for 2 FLOPs a token, which is half of the time of 512 tokens on an H100.
 _MIN_PART = 512
-_TILE = 128
+_TILE = 128  # tokens of a tile of XLA's products
 
 
 class Chunk(NamedTuple):

@@ -285,10 +285,8 @@ def few_tokens(owner: str, num_tokens: int, least: int) -> str:
 
 def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
     """Whether the kernels run on a device's part of the tokens and of the columns."""
-    if not plan.has_kernels:
+    if not (plan.has_kernels and tokens.size):  # no kernel has a grid of no blocks
         return False
-    if not tokens.size:
-        return False  # there is nothing to launch
     operand = jax.ShapeDtypeStruct(weight.shape, tokens.dtype)
     reason = gated_matmul.unsupported_reason([tokens], [operand])
     if reason is None:
