@@ -40,7 +40,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType
+from jax.stages import Wrapped
 
 from pallas_kernels.choices import TANGENT_REASON, record
 from pallas_kernels.gpu.kernel import vary, varying_axes
@@ -110,7 +111,7 @@ class _Asked:
 
 # Jitted functions, so that JAX traces and lowers equal calls once.
 @functools.lru_cache(maxsize=4096)
-def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> Callable[..., Any]:
+def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> Wrapped:
     forward = by_vmap(functools.partial(operation.forward, wanted), levels)
     return _jit(operation, lambda *args: tuple(forward(*args)), wanted, levels)
 
@@ -118,7 +119,7 @@ def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> 
 @functools.lru_cache(maxsize=4096)
 def _backward(
     operation: Operation, asked: _Asked, levels: Levels = (), summed: Levels = ()
-) -> Callable[..., Any]:
+) -> Wrapped:
     def backward(*arrays: jax.Array) -> list[jax.Array]:
         rest = iter(arrays)
         cotangents = [next(rest) if is_given else None for is_given in asked.given]
@@ -130,7 +131,7 @@ def _backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def _tangent(operation: HasTangent, wanted: Mask) -> Callable[..., Any]:
+def _tangent(operation: HasTangent, wanted: Mask) -> Wrapped:
     """A function from the wanted tangents and the saved arrays to the tangents of the results."""
 
     def tangent(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -141,7 +142,7 @@ def _tangent(operation: HasTangent, wanted: Mask) -> Callable[..., Any]:
     return _jit(operation, tangent, "tangent", wanted)
 
 
-def _jit(operation: Operation, fn: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+def _jit(operation: Operation, fn: Callable[..., Any], *options: Any) -> Wrapped:
     # The program text of a function that partitions itself does not show what a device computes.
     # So two functions could have one text, and a compilation cache would take them for one. A name
     # with a hash of all options keeps them apart.
@@ -157,18 +158,7 @@ def _bind(primitive: Primitive, fn: Any, *args: jax.Array, **params: Any) -> Any
     that need to know the devices. Code that counts the kernels of a program finds them there, too.
     """
     args = tuple(map(jnp.asarray, args))
-    return primitive.bind(*args, fn=fn, jaxpr=_traced(fn, map(jax.typeof, args)), **params)
-
-
-def _traced(fn: Any, avals: Iterable[Any]) -> Any:
-    return fn.trace(*map(_struct, avals)).jaxpr
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type
-    )
+    return primitive.bind(*args, fn=fn, jaxpr=fn.trace(*map(jax.typeof, args)).jaxpr, **params)
 
 
 def _bind_forward(
@@ -312,7 +302,7 @@ def _jvp_of_backward(
         # The point at which the linear function `tangent` is transposed. Its arrays have the types
         # of the gradients: on Manual axes a gradient may vary over an axis over which its argument
         # does not.
-        types = _traced(_backward(operation, asked), map(jax.typeof, arrays)).out_avals
+        types = _backward(operation, asked).trace(*map(jax.typeof, arrays)).jaxpr.out_avals
         zeros = [ad.instantiate_zeros(ad.Zero(t)) for t in types]
         cotangents, saved = arrays[: sum(given)], arrays[sum(given) :]
 
@@ -422,7 +412,7 @@ def _recompute(saveable, is_unknown, is_instantiated, eqn):
         return eqn, eqn, [False], [True], read
     args, operation = eqn.invars[1 : 1 + num_args], eqn.params["operation"]
     fn = _forward(operation, None)
-    jaxpr = _traced(fn, (v.aval for v in args))
+    jaxpr = fn.trace(*(v.aval for v in args)).jaxpr
     params = {"fn": fn, "jaxpr": jaxpr, "operation": operation, "wanted": None, "levels": ()}
     again = eqn.replace(primitive=_operation_p, invars=args, params=params, effects=jaxpr.effects)
     return eqn, again, [False], [True], [v for v in args if v in read]
