@@ -96,7 +96,7 @@ def for_few_or_all[T](
         )
         return compute(None)
     rows = jnp.cumsum(counts, dtype=jnp.int32) - 1
-    last = jax.lax.pmax(rows[-1], tuple(agreeing)) if agreeing else rows[-1]
+    last = jax.lax.pmax(rows[-1], tuple(agreeing))
     few = FewRows(counts, rows, size)
     return jax.lax.cond(last < size, lambda: compute(few), lambda: compute(None))
 

@@ -118,7 +118,7 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
             f"weight.scale must be a number or a scalar array, got {lora.scale!r}; 1.0 is none"
         )
     scale = jnp.asarray(lora.scale, jnp.float32)
-    (b,) = gathered([b])  # JAX refuses its product with `x` where Explicit axes split both
+    (b,) = gathered([b])  # JAX refuses the product with `x` where Explicit axes split `b`
     u = (_product_of_finite(x, b.astype(x.dtype)) * scale).astype(x.dtype)
     padding = -rank % _STEP
     u = jnp.pad(u, (*[(0, 0)] * (x.ndim - 1), (0, padding)))

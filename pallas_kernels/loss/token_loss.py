@@ -86,9 +86,10 @@ def _coefficients_of_mean_jvp(primals, tangents):
 
 
 def finite_where_not_counted[T](losses: T, coefficients: Float[Array, "*T"]) -> T:
-    """An array of losses or several, with 0 for infinities and NaN of tokens with coefficient 0.
+    """Losses, with 0 in place of infinities and NaN of tokens whose coefficient is 0.
 
-    Infinity or NaN times 0 is NaN, and would make a sum over all tokens NaN.
+    Infinity or NaN times 0 is NaN, and would make a sum over all tokens NaN. `losses` is an array
+    or a pytree of arrays.
     """
     finite = lambda a: jnp.where((coefficients == 0) & ~jnp.isfinite(a), 0.0, a)
     return jax.tree.map(finite, losses)

@@ -55,7 +55,7 @@ from pallas_kernels.norm.rows import RowSplit, as_scaled, splits, zeros
 from pallas_kernels.sharded_norm.peers import BACKWARD_REGISTERS, FORWARD_REGISTERS, Shards
 
 _MAX_DEVICES = 8  # of one host
-_ELEMENTS_PER_LANE = 16  # `peers.py` counts registers for so many, and blocks from them
+_ELEMENTS_PER_LANE = 16  # for which `peers.py` has the counts of registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
