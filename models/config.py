@@ -100,9 +100,10 @@ class LlamaConfig:
         `document_attention` where they run and are as fast as cuDNN: in rows of documents, with
         heads of 64 channels, and with heads of 128 channels in rows of up to 8192 tokens. Elsewhere
         it takes cuDNN where that runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on
-        Hopper up to 256) and an even number of positions. If neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
-        says why, and also why cuDNN reads a mask. "mosaic_gpu" takes `document_attention`, and
-        raises where its kernels do not run.
+        Hopper up to 256) and an even number of positions. If neither runs, XLA computes the
+        attention and keeps all scores in memory. On a GPU the log says why, and also why cuDNN
+        reads a mask. "mosaic_gpu" takes `document_attention`, and raises where its kernels do not
+        run.
     """
 
     vocab_size: int

@@ -65,7 +65,7 @@ found = {{
     "estimated": estimated,
     "memory": memory_in_bytes(compiled),
     "mosaic_gpu": hlo.count('custom_call_target="mosaic_gpu'),
-    "attention": len(set(re.findall(r"attention_(?:forward|backward_\\w+)", hlo))),
+    "attention": len(set(re.findall(r"attention_(?:forward|backward_dq|backward_dkdv)", hlo))),
     "cudnn": len(re.findall(r'custom_call_target="__cudnn', hlo)),
     "gathers": len(re.findall(r" all-gather(?:-start)?\\(", hlo)),
 }}

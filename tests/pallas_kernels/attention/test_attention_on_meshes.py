@@ -126,7 +126,7 @@ def test_rows_of_one_document_need_no_bounds(kind, implementation):
     """Devices exchange nothing."""
 
     def whole_rows(q, k, v, dout, ids):
-        attend = lambda *qkv: document_attention(*qkv, None, implementation=implementation)
+        attend = lambda q, k, v: document_attention(q, k, v, None, implementation=implementation)
         return value_and_grads(attend, (q, k, v), dout)
 
     mesh, spec = mesh_of(kind, data=2, heads=2), P("data", None, "heads")

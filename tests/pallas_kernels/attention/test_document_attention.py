@@ -117,7 +117,7 @@ def test_heads_of_any_size(head_size, dtype, heads, scale):
 def test_rows_of_one_document_have_no_bounds(implementation):
     """3 s."""
     *args, dout = arrays(heads=(4, 2))
-    attend = lambda *a: document_attention(*a, None, implementation=implementation)
+    attend = lambda q, k, v: document_attention(q, k, v, None, implementation=implementation)
     got = value_and_grads(attend, args, dout)
     bounds = document_bounds(jnp.zeros((B, S), jnp.int32))
     assert_equals_the_formula(got, (*args, dout), scale=H**-0.5, bounds=bounds)
