@@ -14,6 +14,7 @@ from pallas_kernels.attention.backward import attention_backward
 from pallas_kernels.attention.bounds import Bounds, whole_rows
 from pallas_kernels.attention.config import (
     AttentionConfig,
+    KeysConfig,
     forward_config,
     keys_config,
     queries_config,
@@ -51,7 +52,7 @@ def unsupported_reason(
             "the same for all three"
         )
     num_rows, length, num_heads, head_size = q.shape
-    group = num_heads // k.shape[2] if k.shape[2] else 0
+    group = num_heads // k.shape[2]
     if head_size > HEAD_SIZES[-1]:
         return f"heads have {head_size} numbers; the kernels take up to {HEAD_SIZES[-1]}"
     if length % 8:
@@ -72,12 +73,14 @@ def check_launch(
 ) -> None:
     """Raises ValueError if a kernel cannot be launched with its parameters."""
     head_size, group = _head_size_of_kernels(q), q.shape[2] // k.shape[2]
-    for of_queries in filter(None, (config.forward, config.dq)):
-        num_blocks = _num_blocks(q.shape[1], group, of_queries.warpgroups)
+    for kernel in filter(None, (config.forward, config.dq, config.dkdv)):
+        of_queries = _num_blocks(q.shape[1], group, kernel.warpgroups)
+        is_dkdv = isinstance(kernel, KeysConfig)
+        num_blocks = pl.cdiv(q.shape[1], kernel.keys) if is_dkdv else of_queries
         if num_blocks > _MOST_BLOCKS:
             raise ValueError(
-                f"{of_queries} makes {num_blocks} blocks of a row of {q.shape[1]} tokens, and a "
-                f"grid has up to {_MOST_BLOCKS}; take more warpgroups"
+                f"{kernel} makes {num_blocks} blocks of a row of {q.shape[1]} tokens, and a grid "
+                f"has up to {_MOST_BLOCKS}; take more warpgroups"
             )
     if config.forward is not None:
         check_forward(config.forward, q, head_size)

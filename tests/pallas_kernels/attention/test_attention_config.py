@@ -68,14 +68,14 @@ type Config = ForwardConfig | QueriesConfig | KeysConfig
 FIELDS = {ForwardConfig: "forward", QueriesConfig: "dq", KeysConfig: "dkdv"}
 
 
-def with_config(config: Config, length=1024, head_size=64):
-    """Shapes of the attention by kernels with these launch parameters, for four heads a group."""
+def with_config(config: Config, length=1024, head_size=64, group=4):
+    """Shapes of the attention by kernels with these launch parameters, for one head of keys."""
     field: dict[str, Any] = {FIELDS[type(config)]: config}
     of = lambda num_heads: array((1, length, num_heads, head_size), jnp.bfloat16)
     bounds = document_bounds(jnp.zeros((1, length), jnp.int32))
     options = {"implementation": "mosaic_gpu", "config": AttentionConfig(**field)}
     attend = lambda q, k, v: document_attention(q, k, v, bounds, **options)
-    return jax.eval_shape(attend, of(4), of(1), of(1))
+    return jax.eval_shape(attend, of(group), of(1), of(1))
 
 
 # The most that a block has, and one stage more. In the second and the fourth pair, the arrays of
@@ -182,15 +182,20 @@ def test_tiles_of_rows_of_one_document():
 
 
 @pytest.mark.parametrize(
-    "config", [ForwardConfig(warpgroups=1), QueriesConfig(warpgroups=1, stages=2)], ids=str
+    ("config", "group"),
+    [
+        (ForwardConfig(warpgroups=1), 4),
+        (QueriesConfig(warpgroups=1, stages=2), 4),
+        (KeysConfig(warpgroups=1), 1),
+    ],
+    ids=str,
 )
-def test_a_grid_has_65535_blocks_of_a_row(config):
-    """Four heads of queries share a head of keys."""
-    most = 65535 // 4 * 64
-    with_config(config, length=most)
+def test_a_grid_has_65535_blocks_of_a_row(config, group):
+    most = 65535 // group * 64
+    with_config(config, length=most, group=group)
     message = r"makes 65536 blocks of a row of \d+ tokens, and a grid has up to 65535; take more wa"
     with pytest.raises(ValueError, match=message):
-        with_config(config, length=most + 8)
+        with_config(config, length=most + 8, group=group)
 
 
 @pytest.mark.parametrize("shape", [(32768, 136, 4, 2, 64), (2, 1048576, 8, 2, 64)], ids=str)
