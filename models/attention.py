@@ -18,26 +18,27 @@ def causal_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    documents: Bounds | None,
+    bounds: Bounds | None,
     implementation: Literal["xla", "cudnn", "mosaic_gpu"] | None,
 ) -> Float[Array, "B S N H"]:
-    """The attention of each token to itself and to the earlier tokens of its document.
+    """The attention of each token to itself and to the earlier tokens in its bounds.
 
     Args:
       q: Queries.
       k: Keys, each of which N / K heads of queries share.
       v: Values.
-      documents: Documents of the rows; None if each row is one document.
+      bounds: Documents of the rows, or windows in them; None if each token attends to all tokens
+        before it.
       implementation: `LlamaConfig.attention_implementation`.
 
     Raises:
       NotImplementedError: There is no cuDNN on a GPU, or `implementation` names a library that does
         not take the arguments.
     """
-    chosen = _choose(q, k, v, documents) if implementation is None else implementation
+    chosen = _choose(q, k, v, bounds) if implementation is None else implementation
     if chosen == "mosaic_gpu":
         try:
-            return document_attention(q, k, v, documents, implementation="mosaic_gpu")
+            return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
         except NotImplementedError as error:
             if implementation is None:
                 raise
@@ -47,9 +48,10 @@ def causal_attention(
                 "runs here."
             ) from error
     mask = None
-    if documents is not None:
-        begins = documents.begins
-        mask = (begins[:, :, None] == begins[:, None, :])[:, None]
+    if bounds is not None:
+        # Keys after the query are hidden by `is_causal`.
+        keys = jnp.arange(k.shape[1], dtype=bounds.begins.dtype)
+        mask = (keys >= bounds.begins[:, :, None])[:, None]
     try:
         return _of_jax(q, k, v, mask, chosen)
     except RuntimeError as error:
@@ -66,33 +68,33 @@ def _choose(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    documents: Bounds | None,
+    bounds: Bounds | None,
 ) -> Literal["xla", "cudnn", "mosaic_gpu"]:
     """The library that computes the attention if the configuration names none.
 
-    Our kernels come first, except in rows of one document where cuDNN is faster. On a GPU the log
+    Our kernels come first, except in rows without bounds where cuDNN is faster. On a GPU the log
     says why a mask is read, or why all scores are kept in memory.
     """
     why_no_cudnn = _why_no_cudnn(q)
-    if why_no_cudnn is None and documents is None and not _is_faster_than_cudnn(q):
+    if why_no_cudnn is None and bounds is None and not _is_faster_than_cudnn(q):
         return "cudnn"
     chosen, reason = choose_attention(q, k, v)
     if chosen == "mosaic_gpu":
         return chosen
     reasons = [f"no kernel of document_attention runs: {reason}"]
     if why_no_cudnn is None:
-        library, work = "cudnn", "cuDNN reads a mask of S² elements for each row of documents"
+        library, work = "cudnn", "cuDNN reads a mask of S² elements for each row"
     else:
         library, work = "xla", "XLA computes it and keeps all S² scores"
         reasons.append(why_no_cudnn)
-    needs_memory = documents is not None or library == "xla"
+    needs_memory = bounds is not None or library == "xla"
     if needs_memory and reason_not_here() is None:
         log_once(f"attention: {work}, because {'; and '.join(reasons)}")
     return library
 
 
 def _is_faster_than_cudnn(q: Float[Array, "B S N H"]) -> bool:
-    """Whether our kernels are as fast as cuDNN in rows of one document, or faster.
+    """Whether our kernels are as fast as cuDNN in rows without bounds, or faster.
 
     For a query and a key, the gradients of cuDNN take 5 products, and those of our kernels take 7.
     In long rows with heads of 128 the products take most of the time. There cuDNN takes 0.94 to

@@ -65,6 +65,10 @@ class LlamaConfig:
       mlp_bias: Whether the three projections of the MLP have biases.
       qk_norm: Whether each head of the queries and keys has an RMSNorm over its `head_dim` channels
         before the rotary embedding, as in Qwen 3. It needs an MLP without biases, as Qwen 3's is.
+      sliding_window: Number of tokens that a token attends to at most in each layer, itself
+        included, as in Mistral 7B v0.1. Token t attends to the tokens of its document from
+        `t - sliding_window + 1` to t. None is no limit. A model with a window is a Mistral,
+        so it needs `attention_bias`, `mlp_bias` and `qk_norm` to be false.
       attention_dropout: Dropout of the attention, which must be 0.0. The field is there to refuse
         models that need dropout.
       bos_token_id: Token that a text starts with.
@@ -97,13 +101,13 @@ class LlamaConfig:
         activation "silu", and an MLP without biases and chunks. The dtype of the parameters stays
         the same. Generation of text runs in `dtype`.
       attention_implementation: Library that computes the attention. `None` takes the kernels of
-        `document_attention` where they run and are as fast as cuDNN: in rows of documents, with
-        heads of 64 channels, and with heads of 128 channels in rows of up to 8192 tokens. Elsewhere
-        it takes cuDNN where that runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on
-        Hopper up to 256) and an even number of positions. If neither runs, XLA computes the
-        attention and keeps all scores in memory. On a GPU the log says why, and also why cuDNN
-        reads a mask. "mosaic_gpu" takes `document_attention`, and raises where its kernels do not
-        run.
+        `document_attention` where they run and are as fast as cuDNN: in rows of documents, in
+        rows longer than `sliding_window`, with heads of 64 channels, and with heads of 128 channels
+        in rows of up to 8192 tokens. Elsewhere it takes cuDNN where that runs: in 16 bits, with
+        heads of 8, 16, ... or 128 channels (on Hopper up to 256) and an even number of positions.
+        If neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
+        says why, and also why cuDNN reads a mask. "mosaic_gpu" takes `document_attention`, and
+        raises where its kernels do not run.
     """
 
     vocab_size: int
@@ -121,6 +125,7 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None
     attention_dropout: float = 0.0
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -151,6 +156,8 @@ class LlamaConfig:
         for name in _SIZES:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("head_dim", self.head_dim, 0)
+        if self.sliding_window is not None:
+            _check_whole("sliding_window", self.sliding_window, 1)
         # NaN is outside of both ranges.
         if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be finite and at least 0")
@@ -188,6 +195,13 @@ class LlamaConfig:
             raise ValueError(
                 f"qk_norm={self.qk_norm} makes a Qwen 3, whose MLP has no biases in transformers; "
                 "set mlp_bias=False"
+            )
+        options = [n for n in ("attention_bias", "mlp_bias", "qk_norm") if getattr(self, n)]
+        if self.sliding_window is not None and options:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} makes a Mistral, which has no "
+                f"{' and no '.join(options)} in transformers; set sliding_window=None, or "
+                f"{' and '.join(f'{name}=False' for name in options)}"
             )
         if self.attention_dropout:
             raise NotImplementedError(

@@ -159,9 +159,9 @@ _HARMLESS_VALUES = {
 def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     """The `LlamaConfig` of a config.json; our own fields, such as `dtype`, have their defaults.
 
-    A Mistral is a Llama with a window on its attention. It is read if the window is null or at
-    least as long as the longest sequence, because then both compute the same. A Qwen 3 is a Llama
-    with `qk_norm`. Its layers may have a window, too, under the same condition.
+    A Mistral is a Llama with `sliding_window`, which may be null. A Qwen 3 is a Llama with
+    `qk_norm`. It may have a window that is at least as long as the longest sequence, because such
+    a window hides nothing.
 
     The rotary settings are in `rope_parameters` (transformers 5), or in `rope_theta` and
     `rope_scaling` (older versions). `rope_scaling` is null or has a `rope_type`, whose older name
@@ -204,12 +204,14 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
         )
     if isinstance(fields["eos_token_id"], list):
         fields["eos_token_id"] = tuple(fields["eos_token_id"])
+    if model_type == "mistral":
+        window = hf_config.get("sliding_window", _DEFAULT_WINDOW)
+        if window is not None:
+            fields["sliding_window"] = _checked("sliding_window", window, "a whole number")
     rope = _rope_from_hf(hf_config, fields["max_position_embeddings"])
     config = LlamaConfig(**fields, qk_norm=model_type == "qwen3", rope_parameters=rope)
-    if model_type == "mistral":
-        _check_window(hf_config.get("sliding_window", _DEFAULT_WINDOW), config)
-    elif model_type == "qwen3":
-        _check_window(_window_of_qwen3(hf_config), config)
+    if model_type == "qwen3":
+        _check_window_of_qwen3(_window_of_qwen3(hf_config), config)
     return config
 
 
@@ -252,7 +254,7 @@ def _window_of_qwen3(hf_config: dict[str, Any]) -> Any:
     return hf_config.get("sliding_window", _DEFAULT_WINDOW)
 
 
-def _check_window(window: Any, config: LlamaConfig) -> None:
+def _check_window_of_qwen3(window: Any, config: LlamaConfig) -> None:
     """Raises if a window of the attention would hide any position of a sequence."""
     if window is None:
         return
@@ -261,13 +263,13 @@ def _check_window(window: Any, config: LlamaConfig) -> None:
     if config.rope_parameters.rope_type == "dynamic":
         raise NotImplementedError(
             f"sliding_window={window} with the rope type 'dynamic', which has no longest sequence: "
-            "attention over a window is not implemented. Set sliding_window to null"
+            "a Qwen 3 with a window is not implemented. Set sliding_window to null"
         )
     if window < longest:
         raise NotImplementedError(
-            f"sliding_window={window} is shorter than max_position_embeddings={longest}: attention "
-            f"over a window is not implemented. For sequences of at most {window} tokens, which "
-            f"the window leaves as they are, set max_position_embeddings to {window}"
+            f"sliding_window={window} is shorter than max_position_embeddings={longest}: a "
+            f"Qwen 3 with a window is not implemented. For sequences of at most {window} tokens, "
+            f"which the window leaves as they are, set max_position_embeddings to {window}"
         )
 
 
@@ -332,8 +334,9 @@ def _short(value: Any) -> str:
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """The content of config.json for transformers 5 and, by the legacy keys, for 4.43 and later.
 
-    With `qk_norm` it is that of a Qwen 3, which transformers knows from 4.51 on. Version 4.46 had
-    other rules for "yarn" and "longrope", and so computes other logits with them.
+    With `qk_norm` it is that of a Qwen 3, which transformers knows from 4.51 on. With
+    `sliding_window` it is that of a Mistral. Version 4.46 had other rules for "yarn" and
+    "longrope", and so computes other logits with them.
     """
     hf_config = {name: getattr(config, name) for name in sorted(_FIELDS)}
     for name, kind in _FIELDS.items():
@@ -351,11 +354,16 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         original = rope["original_max_position_embeddings"]
         rope["factor"] = config.max_position_embeddings / original
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-    model_type = "qwen3" if config.qk_norm else "llama"
+    model_type = "llama"
+    if config.qk_norm:
+        model_type = "qwen3"
+    elif config.sliding_window is not None:
+        model_type = "mistral"
+        hf_config["sliding_window"] = config.sliding_window
     for name in _NO_BIASES[model_type]:
         del hf_config[name]
     return hf_config | {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "dtype": config.param_dtype,
         "model_type": model_type,
         "rope_parameters": rope,

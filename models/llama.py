@@ -140,8 +140,9 @@ class Llama(nnx.Module):
           positions: Position of each token in its document, or one row of positions for all rows;
             `None` counts from 0 in every row.
           segment_ids: Number of each token's document in its row. A token attends to earlier tokens
-            of its own document. A document begins wherever the number changes, also where an
-            earlier number comes again. `None` treats each row as one document.
+            of its own document, or to those of them in its `sliding_window`. A document begins
+            wherever the number changes, also where an earlier number comes again. `None` treats
+            each row as one document.
 
         Raises:
           ValueError: The sequence is longer than `max_position_embeddings`, or a shape is wrong.
@@ -156,11 +157,18 @@ class Llama(nnx.Module):
             )
         if positions is None:
             positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
-        documents = None if segment_ids is None else document_bounds(segment_ids)
+        window = self.config.sliding_window
+        if window is not None and window >= sequence_length:
+            window = None  # it hides no token
+        bounds = None  # the kernels are faster if they know that a token attends to all before it
+        if segment_ids is not None:
+            bounds = document_bounds(segment_ids, window=window)
+        elif window is not None:
+            bounds = document_bounds(jnp.zeros_like(tokens), window=window)
 
         def attend(q, k, v, _):
             implementation = self.config.attention_implementation
-            return causal_attention(q, k, v, documents, implementation), None
+            return causal_attention(q, k, v, bounds, implementation), None
 
         return self.run_layers(tokens, positions, attend, fp8=self.config.fp8)[0]
 

@@ -38,7 +38,8 @@ def extend(
       model: Model to run.
       tokens: New tokens.
       positions: Position of each new token in its sequence, which is its place in the cache. A
-        token attends to the cached positions up to its own, and replaces what was in its place.
+        token attends to the cached positions up to its own, or to those of them in its
+        `sliding_window`. It replaces what was in its place.
       cache: Keys and values of the positions before.
     """
     rows = jnp.arange(len(tokens))[:, None]
@@ -47,7 +48,10 @@ def extend(
         keys, values = layer_cache
         keys = keys.at[rows, positions].set(k)
         values = values.at[rows, positions].set(v)
-        visible = jnp.arange(keys.shape[1]) <= positions[:, None, :, None]
+        places, last = jnp.arange(keys.shape[1]), positions[:, None, :, None]
+        visible = places <= last
+        if (window := model.config.sliding_window) is not None:
+            visible &= last - places < window
         # cuDNN's attention needs static lengths; a query of one token gains nothing from it.
         out = jax.nn.dot_product_attention(q, keys, values, mask=visible, implementation="xla")
         return out, (keys, values)

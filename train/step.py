@@ -204,18 +204,25 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
             **{name: sums[of_sum] * scale for name, of_sum in names.items()},
             "grad_norm": optax.tree.norm(gradients),
             "num_tokens": num_tokens,
-            "mean_context": _mean_context(batch),
+            "mean_context": _mean_context(batch, config.model.sliding_window),
         }
         return metrics, gradients
 
     return gradients_of
 
 
-def _mean_context(batch: Batch) -> Float[Array, ""]:
+def _mean_context(batch: Batch, window: int | None) -> Float[Array, ""]:
     """The mean number of tokens that a token attends to. The token itself counts half."""
     if "positions" not in batch:
-        return jnp.asarray(batch["labels"].shape[-1] / 2, jnp.float32)
-    return jnp.mean(batch["positions"], dtype=jnp.float32) + 0.5
+        length = batch["labels"].shape[-1]
+        most = length if window is None else min(window, length)
+        # The first tokens of a row attend to 1, 2, ..., most tokens, and the others to `most`.
+        attended = most * (most + 1) / 2 + most * (length - most)
+        return jnp.asarray(attended / length - 0.5, jnp.float32)
+    positions = batch["positions"]
+    if window is not None:
+        positions = jnp.minimum(positions, window - 1)
+    return jnp.mean(positions, dtype=jnp.float32) + 0.5
 
 
 def _in_rows(gradient: Float[Array, "..."]) -> Float[Array, "..."]:

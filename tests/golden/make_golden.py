@@ -203,6 +203,13 @@ def variants() -> dict[str, dict]:
     for activation in ("gelu", "gelu_pytorch_tanh", "relu"):
         configs[activation] = base | {"hidden_act": activation}
 
+    no_biases = {k: v for k, v in base.items() if k not in ("attention_bias", "mlp_bias")}
+    configs["mistral"] = no_biases | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 5,
+    }
+
     # As transformers 4.43 to 4.57 wrote it: Llama 3.1 looks like this on the Hub.
     old = {key: value for key, value in base.items() if key not in ("rope_parameters", "dtype")}
     configs["old_llama3"] = old | {

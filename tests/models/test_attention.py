@@ -95,8 +95,10 @@ def assert_called(call, ids, by):
     elif by == "mosaic_gpu":
         np.testing.assert_array_equal(arrays, document_bounds(ids))
     else:
+        # Keys after the query are hidden by `is_causal`.
         (row,) = np.asarray(ids)
-        np.testing.assert_array_equal(arrays, (row[:, None] == row)[None, None])
+        visible = np.tril(row[:, None] == row)
+        np.testing.assert_array_equal(np.tril(arrays), visible[None, None])
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,17 @@ def test_on_hopper_kernels_compute_it(on_gpu, calls, caplog, asked_for, chosen):
     assert_called(calls[0], EIGHT_OF_TWO, chosen)
     assert_called(calls[1], None, chosen)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("asked_for", ["cudnn", "xla"])
+def test_the_mask_of_a_window(calls, asked_for):
+    q, window = jnp.ones((1, 10, 2, 64), jnp.bfloat16), 3
+    causal_attention(q, q, q, document_bounds(TEN_OF_TWO, window=window), asked_for)
+    ((mask, _),) = calls
+    (row,) = np.asarray(TEN_OF_TWO)
+    distance = np.arange(10)[:, None] - np.arange(10)
+    visible = (row[:, None] == row) & (distance >= 0) & (distance < window)
+    np.testing.assert_array_equal(np.tril(mask), visible[None, None])
 
 
 @pytest.mark.parametrize(

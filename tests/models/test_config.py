@@ -87,6 +87,7 @@ PERTURBATIONS = {
     "attention_bias": (True, structure),
     "mlp_bias": (True, structure),
     "qk_norm": (True, structure),
+    "sliding_window": (S - 1, hidden_states),
     "attention_dropout": (0.1, hidden_states),
     # The model starts no text. A tokenizer does, from the exported configuration.
     "bos_token_id": (1, exported),
@@ -232,6 +233,11 @@ def test_every_rotary_field_belongs_to_a_type():
             r"hidden_size=30 is not a multiple of .*=4, and transformers does not load",
         ),
         ({"head_dim": 7}, r"head_dim=7 must be even"),
+        *(
+            ({"sliding_window": 4, name: True}, f"=4 makes a Mistral, .* no {name} .* {name}=False")
+            for name in ("attention_bias", "mlp_bias", "qk_norm")
+        ),
+        ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
         ({"qk_norm": True, "mlp_bias": True}, r"qk_norm=True makes a Qwen 3.* set mlp_bias=False"),
         (
             {"hidden_act": "gelu", "implementation": "require"},

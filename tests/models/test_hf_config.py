@@ -76,11 +76,12 @@ def test_every_field_of_the_configuration_is_read_and_written():
         assert written[name] == value, name
         assert getattr(config_from_hf(MINIMAL | {name: value}), name) != getattr(base, name), name
     # The rest of LlamaConfig is the rope's, refused (attention_dropout), said by the model type
-    # (qk_norm) or ours.
+    # (qk_norm), a Mistral's (sliding_window) or ours.
     rest = {field.name for field in dataclasses.fields(LlamaConfig)} - changed.keys()
     assert rest == {
         "attention_dropout",
         "qk_norm",
+        "sliding_window",
         "implementation",
         "attention_implementation",
         "dtype",

@@ -96,6 +96,7 @@ NORMED = {"qk_norm": True, "head_dim": 12, "tie_word_embeddings": True, "num_hid
         pytest.param(BIASED, "bfloat16", id="mqa_biases_gelu_bf16"),
         pytest.param(NORMED, "float32", id="qk_norm", marks=pytest.mark.full),
         pytest.param(NORMED, "bfloat16", id="qk_norm_bf16"),
+        pytest.param({"sliding_window": 3}, "float32", id="window"),
     ],
 )
 def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
@@ -107,6 +108,7 @@ def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
     [
         pytest.param({"scan_layers": False}, id="unrolled", marks=pytest.mark.full),
         pytest.param({"remat": "full"}, id="scanned"),
+        pytest.param({"sliding_window": 3}, id="window"),
     ],
 )
 def test_documents_one_by_one_equal_the_textbook(monkeypatch, fresh_operations, changes):
@@ -131,6 +133,20 @@ def assert_equals_the_textbook(config, dtype):
     assert len(jax.tree.leaves(got)) == 1 + len(jax.tree.leaves(state))
     # The ratio of the two errors scatters around 0.95 with the tokens drawn, from 0.5 to 1.7.
     assert_trees_as_accurate(got, plain, exact, slack=2.0)
+
+
+def test_a_window_in_rows_of_one_document():
+    """`segment_ids` of one number change nothing. A window as long as the row is no window."""
+    tokens = random_tokens(CONFIG)
+    one_document = jnp.zeros_like(tokens)
+    of_window = lambda window, **kwargs: hidden_of(changed(sliding_window=window), tokens, **kwargs)
+    short = of_window(S - 1)
+    chex.assert_trees_all_equal(short, of_window(S - 1, segment_ids=one_document))
+    whole = of_window(None)
+    chex.assert_trees_all_equal(of_window(S), whole)
+    # The last token does not see the first one.
+    chex.assert_trees_all_equal(short[:, : S - 1], whole[:, : S - 1])
+    assert differ(short[:, S - 1], whole[:, S - 1])
 
 
 def test_norms_round_as_hugging_face():

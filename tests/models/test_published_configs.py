@@ -176,7 +176,19 @@ PUBLISHED: dict[str, tuple[dict, dict]] = {
         MISTRAL | {"hidden_size": 5120, "head_dim": 128, "max_position_embeddings": 131072},
         {},
     ),
-    "Mistral with the window of its context": (MISTRAL | {"sliding_window": 32768}, {}),
+    "Mistral-7B-v0.1": (
+        MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+        {"head_dim": 128},
+    ),
+    "Mistral without the key of its window": (
+        {name: MISTRAL[name] for name in MISTRAL if name != "sliding_window"},
+        {"sliding_window": 4096},
+    ),
+    "Mistral with a window and the rope type dynamic": (
+        MISTRAL
+        | {"sliding_window": 32768, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {},
+    ),
     "Mistral with absent keys": (
         {name: MISTRAL[name] for name in MISTRAL if name not in ("num_key_value_heads",)}
         | {"num_hidden_layers": 2},
@@ -195,11 +207,11 @@ PUBLISHED: dict[str, tuple[dict, dict]] = {
     ),
     "Qwen 3 with the window of its context": (
         QWEN3 | {"use_sliding_window": True, "sliding_window": 40960, "max_window_layers": 0},
-        {},
+        {"sliding_window": None},
     ),
     "Qwen 3 whose layers are all below those with a window": (
         QWEN3 | {"use_sliding_window": True, "sliding_window": 4096},
-        {},
+        {"sliding_window": None},
     ),
     "Llama-2-7b": (LLAMA2, {"head_dim": 128}),
     "Llama-2-7b, all keys": (LLAMA2 | ALL_KEYS, {"head_dim": 128}),
@@ -238,7 +250,7 @@ def test_published_configurations_are_read(name):
     published, computed = PUBLISHED[name]
     config = config_from_hf(published)
     fields = {field.name for field in dataclasses.fields(LlamaConfig)} - {"dtype"}
-    for field in fields & published.keys():
+    for field in (fields - computed.keys()) & published.keys():
         given = published[field]
         assert getattr(config, field) == (tuple(given) if isinstance(given, list) else given)
     for field, value in computed.items():
@@ -250,22 +262,25 @@ def test_published_configurations_are_read(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 4096}, r"sliding_window=4096 is shorter than max_position_emb.*=32768"),
-        ({"sliding_window": ...}, r"sliding_window=4096 is shorter"),  # the default
         ({"sliding_window": True}, r"sliding_window=True must be a whole number"),
-        (
-            {"sliding_window": 32768, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "the rope type 'dynamic', which has no longest sequence",
-        ),
+        ({"sliding_window": 0}, r"sliding_window=0 must be a whole number from 1"),
         ({"attention_bias": True}, r"unknown configuration keys.*{'attention_bias': True}"),
         ({"rope_interleaved": True}, r"unknown configuration keys.*{'rope_interleaved': True}"),
         ({"activation": "geglu"}, r"unknown configuration keys.*{'activation': 'geglu'}"),
     ],
 )
-def test_mistrals_that_are_more_than_a_llama(changes, message):
-    hf_config = {key: value for key, value in (MISTRAL | changes).items() if value is not ...}
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        config_from_hf(hf_config)
+def test_mistrals_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(MISTRAL | changes)
+
+
+@pytest.mark.parametrize(("window", "model_type"), [(4096, "mistral"), (None, "llama")])
+def test_what_a_mistral_is_written_as(window, model_type):
+    written = config_to_hf(config_from_hf(MISTRAL | {"sliding_window": window}))
+    assert written["model_type"] == model_type
+    assert written["architectures"] == [f"{model_type.capitalize()}ForCausalLM"]
+    assert written.get("sliding_window") == window
+    assert ("attention_bias" in written) == (model_type == "llama")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +293,11 @@ def test_mistrals_that_are_more_than_a_llama(changes, message):
         (
             {"use_sliding_window": True, "sliding_window": ..., "max_window_layers": 0},
             r"sliding_window=4096 is shorter",  # the default
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 40960, "max_window_layers": 0}
+            | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "the rope type 'dynamic', which has no longest sequence",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention'"),
         ({"layer_types": "full_attention"}, r"layer_types='full_attention': only"),
@@ -293,10 +313,11 @@ def test_qwens_that_are_more_than_a_llama_with_norms(changes, message):
         config_from_hf(hf_config)
 
 
-def test_a_mistral_of_short_sequences_needs_no_window():
+def test_a_qwen_of_short_sequences_needs_no_window():
     """The error message names this remedy."""
-    short = {"sliding_window": 4096, "max_position_embeddings": 4096}
-    assert config_from_hf(MISTRAL | short).max_position_embeddings == 4096
+    windows = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
+    config = config_from_hf(QWEN3 | windows | {"max_position_embeddings": 4096})
+    assert config.max_position_embeddings == 4096 and config.sliding_window is None
 
 
 def test_published_qwen3_is_our_preset():

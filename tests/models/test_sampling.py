@@ -77,18 +77,20 @@ def continued(model: Llama, prompts, lengths, num_new: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "num_key_value_heads, scan_layers, qk_norm",
+    "changes",
     [
-        pytest.param(1, True, False, id="mqa-scanned", marks=pytest.mark.full),
-        pytest.param(2, True, False, id="gqa-scanned"),
-        pytest.param(2, False, False, id="gqa-unrolled", marks=pytest.mark.full),
-        pytest.param(4, False, True, id="mha-unrolled-qk_norm"),
+        pytest.param({"num_key_value_heads": 1}, id="mqa-scanned", marks=pytest.mark.full),
+        pytest.param({}, id="gqa-scanned"),
+        pytest.param({"scan_layers": False}, id="gqa-unrolled", marks=pytest.mark.full),
+        pytest.param(
+            {"num_key_value_heads": 4, "scan_layers": False, "qk_norm": True},
+            id="mha-unrolled-qk_norm",
+        ),
+        pytest.param({"sliding_window": 3}, id="window"),
     ],
 )
-def test_greedy_equals_the_loop_without_a_cache(num_key_value_heads, scan_layers, qk_norm):
-    model = make_model(
-        num_key_value_heads=num_key_value_heads, scan_layers=scan_layers, qk_norm=qk_norm
-    )
+def test_greedy_equals_the_loop_without_a_cache(changes):
+    model = make_model(**changes)
     expected = continued(model, PROMPTS, np.asarray(LENGTHS), NEW)
     assert len(np.unique(expected)) > 4, "the test needs varied tokens"
     got = generate(model, PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS)
@@ -111,8 +113,9 @@ def test_prompts_are_whole_without_lengths():
     np.testing.assert_array_equal(got, continued(make_model(), PROMPTS, np.full(B, P), NEW))
 
 
-def test_a_cache_gives_the_hidden_states_of_the_whole():
-    graphdef, state = nnx.split(make_model())
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_a_cache_gives_the_hidden_states_of_the_whole(window):
+    graphdef, state = nnx.split(make_model(sliding_window=window))
     expected = jax.jit(lambda state: nnx.merge(graphdef, state)(PROMPTS))(state)
     run = jax.jit(lambda state, *args: extend(nnx.merge(graphdef, state), *args))
     cache = init_cache(make_model(), B, P + 3)

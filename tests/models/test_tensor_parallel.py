@@ -110,6 +110,18 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp, tensor, variant)
         assert gradient.sharding.is_equivalent_to(sharding, gradient.ndim)
 
 
+def test_a_window_in_rows_of_one_document():
+    """Each device makes the bounds of its own rows."""
+    config = changed(**TWO_LAYERS, sliding_window=5)
+    batch = {name: packed_batch()[name] for name in ("tokens", "labels")}
+
+    def on(mesh):
+        program, params, arguments = lowered(config, mesh, batch=batch)
+        return program.compile()(params, arguments)
+
+    assert_close(on(mesh_of(1, 2, 2)), on(mesh_of(1, 1, 1)))
+
+
 HOST = "attention,residual,gate@host"
 
 

@@ -102,15 +102,13 @@ def test_golden_padding_row_is_used_but_not_trained(tmp_path):
     assert model.embed_tokens.embedding[0].any()
 
 
+RUN_ALWAYS = ("dynamic", "yarn_mscale", "gelu", "mistral")
+
+
 # test_rope.py compares the tables of each rope type. The logits show that the model uses them.
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(
-            name, marks=() if name in ("dynamic", "yarn_mscale", "gelu") else pytest.mark.full
-        )
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=() if name in RUN_ALWAYS else pytest.mark.full) for name in VARIANTS],
 )
 def test_golden_variants_of_the_configuration(variant, tmp_path):
     folder = tmp_path / variant
@@ -149,6 +147,7 @@ MINIMAL = {
 LIVE = [
     {"num_key_value_heads": 1},
     {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 12},
+    {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 5},
     {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     {
         "rope_parameters": {
@@ -170,7 +169,9 @@ LIVE = [
     "settings",
     [
         pytest.param(settings, id=name, marks=() if name == "qwen3" else pytest.mark.full)
-        for name, settings in zip(("gqa", "qwen3", "tied_biases", "llama3"), LIVE, strict=True)
+        for name, settings in zip(
+            ("gqa", "qwen3", "mistral", "tied_biases", "llama3"), LIVE, strict=True
+        )
     ],
 )
 def test_live_transformers(settings, tmp_path):

@@ -44,6 +44,8 @@ def textbook_logits(params, *, config: LlamaConfig, tokens, positions, segment_i
         scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(at_least_float32) / H**0.5
         order = jnp.arange(x.shape[1])
         visible = (order[:, None] >= order) & (segment_ids[:, :, None] == segment_ids[:, None])
+        if config.sliding_window is not None:
+            visible &= order[:, None] - order < config.sliding_window
         weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
         out = jnp.einsum("bnqk,bknh->bqnh", weights.astype(dtype), v)
         return linear(out.reshape(*x.shape[:2], -1), layer["o_proj"])

@@ -471,6 +471,7 @@ FIELDS = {
         "attention_bias": (True, model),
         "qk_norm": (True, model),
         "mlp_bias": (True, model),
+        "sliding_window": (4, model),
         "attention_dropout": (0.1, NotImplementedError),
         "bos_token_id": (1, checkpoint),
         "eos_token_id": ((2, 3), checkpoint),

@@ -23,6 +23,7 @@ from train.reporting.metrics import (
     run_environment,
 )
 from train.reporting.progress import Progress
+from train.step import _mean_context
 
 LLAMA_3_2_1B = SimpleNamespace(
     vocab_size=128_256,
@@ -65,6 +66,25 @@ def test_flops_when_the_heads_are_not_as_wide_as_the_model():
     )
     layer = 5 * 24 + 2 * 5 * 12 + 24 * 5 + 3 * 5 * 11
     assert flops_per_token(config, 6.5) == 6 * (2 * layer + 5 * 7) + 2 * 3 * 2 * 24 * 13
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 9])
+def test_mean_context(window):
+    """The mean number in a mask that has one half for the token itself."""
+    lengths = [[8], [5, 3]]
+    order = np.arange(8)
+    distance = order[:, None] - order
+    visible = (distance >= 0) & (distance < (window or 8))
+    for rows in (lengths[:1], lengths):
+        ids = np.stack([np.repeat(np.arange(len(row)), row) for row in rows])
+        masks = visible & (ids[:, :, None] == ids[:, None])
+        expected = np.mean(masks.sum(axis=-1) - 0.5)
+        positions = np.stack([np.concatenate([np.arange(n) for n in row]) for row in rows])
+        batch = {"labels": jnp.asarray(ids), "positions": jnp.asarray(positions)}
+        np.testing.assert_allclose(_mean_context(batch, window), expected, rtol=1e-6)
+        if rows == lengths[:1]:
+            del batch["positions"]
+            np.testing.assert_allclose(_mean_context(batch, window), expected, rtol=1e-6)
 
 
 def test_mfu():
