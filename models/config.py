@@ -66,9 +66,8 @@ class LlamaConfig:
       qk_norm: Whether each head of the queries and keys has an RMSNorm over its `head_dim` channels
         before the rotary embedding, as in Qwen 3. It needs an MLP without biases, as Qwen 3's is.
       sliding_window: Number of tokens that a token attends to at most in each layer, itself
-        included, as in Mistral 7B v0.1. Token t attends to the tokens of its document from
-        `t - sliding_window + 1` to t. None is no limit. A model with a window is a Mistral,
-        so it needs `attention_bias`, `mlp_bias` and `qk_norm` to be false.
+        included, as in Mistral 7B v0.1. None is no limit. A model with a window is a Mistral, so it
+        needs `attention_bias`, `mlp_bias` and `qk_norm` to be false.
       attention_dropout: Dropout of the attention, which must be 0.0. The field is there to refuse
         models that need dropout.
       bos_token_id: Token that a text starts with.
@@ -101,11 +100,11 @@ class LlamaConfig:
         activation "silu", and an MLP without biases and chunks. The dtype of the parameters stays
         the same. Generation of text runs in `dtype`.
       attention_implementation: Library that computes the attention. `None` takes the kernels of
-        `document_attention` where they run and are as fast as cuDNN: in rows of documents, in
-        rows longer than `sliding_window`, with heads of 64 channels, and with heads of 128 channels
-        in rows of up to 8192 tokens. Elsewhere it takes cuDNN where that runs: in 16 bits, with
-        heads of 8, 16, ... or 128 channels (on Hopper up to 256) and an even number of positions.
-        If neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
+        `document_attention` where they run and are as fast as cuDNN: in rows of documents, in rows
+        longer than `sliding_window`, with heads of 64 channels, and with heads of 128 channels in
+        rows of up to 8192 tokens. Elsewhere it takes cuDNN where that runs: in 16 bits, with heads
+        of 8, 16, ... or 128 channels (on Hopper up to 256) and an even number of positions. If
+        neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
         says why, and also why cuDNN reads a mask. "mosaic_gpu" takes `document_attention`, and
         raises where its kernels do not run.
     """
