@@ -76,11 +76,10 @@ def _choose(
     says why a mask is read, or why all scores are kept in memory.
     """
     why_no_cudnn = _why_no_cudnn(q)
-    if why_no_cudnn is None and bounds is None and not _is_faster_than_cudnn(q):
-        return "cudnn"
     chosen, reason = choose_attention(q, k, v)
     if chosen == "mosaic_gpu":
-        return chosen
+        is_best = bounds is not None or why_no_cudnn is not None or _is_faster_than_cudnn(q)
+        return chosen if is_best else "cudnn"
     reasons = [f"no kernel of document_attention runs: {reason}"]
     if why_no_cudnn is None:
         library, work = "cudnn", "cuDNN reads a mask of S² elements for each row"

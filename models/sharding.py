@@ -85,7 +85,9 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     if data * fsdp * tensor != len(devices):
         product = f"{data=} times {fsdp=}" + (f" times {tensor=}" if tensor > 1 else "")
-        raise ValueError(f"{product} must be the number of devices, {len(devices)}")
+        raise ValueError(
+            f"{product} must be the number of devices, {len(devices)}; choose divisors of it"
+        )
     sizes = {"data": data, "fsdp": fsdp} | ({"tensor": tensor} if tensor > 1 else {})
     auto = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)

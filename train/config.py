@@ -259,8 +259,10 @@ class MeshConfig:
 
     def __post_init__(self):
         check_ranges(self, fsdp=SIZE, tensor=SIZE)
-        if self.data != -1:
-            check_ranges(self, data=SIZE)
+        if self.data != -1 and not SIZE.holds(self.data):
+            raise ValueError(
+                f"data={self.data} must lie in {SIZE}, or be -1 for all devices that are left"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ class LinearCrossEntropy(nnx.Module):
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`, with the loss options."""
         return linear_cross_entropy(
-            x.astype(self.dtype or x.dtype),
+            x if self.dtype is None else x.astype(self.dtype),
             self._weight[...],
             labels,
             bias=None if self.bias is None else self.bias[...],
@@ -140,7 +140,7 @@ class LinearCrossEntropy(nnx.Module):
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
         return logits_of_head(
-            x.astype(self.dtype or x.dtype),
+            x if self.dtype is None else x.astype(self.dtype),
             self._weight[...],
             None if self.bias is None else self.bias[...],
             self.weight_layout,

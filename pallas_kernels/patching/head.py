@@ -21,6 +21,17 @@ from pallas_kernels.patching.programs import Atom, Equation, Program
 
 # Primitives that change neither a value nor its place in the array, and casts.
 _TRANSPARENT = {"convert_element_type", "copy", "name", "reshard", "sharding_constraint"}
+# Primitives with a program of their own, for the message of an error.
+_TRACED_INSIDE = {
+    "cond",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "remat2",
+    "scan",
+    "shard_map",
+    "while",
+}
 
 
 class _NoHead(Exception):
@@ -178,8 +189,7 @@ def _head_of(program: Program, atom: Atom) -> _Head:
         elif name == "mul" and softcap is None and bias is None:
             softcap, atom = _softcap_and_rest(program, equation)
         else:
-            has_program = any(core.jaxprs_in_params(equation.params))
-            inside = " which the loss does not see into" if has_program else ""
+            inside = " which the loss does not see into" if name in _TRACED_INSIDE else ""
             raise _NoHead(f"it is the result of {name!r}{inside}, and not of a product")
 
 

@@ -147,6 +147,15 @@ def test_cudnn_computes_rows_of_one_document_where_it_is_faster(
     assert_called(calls[0], ids, chosen)
 
 
+def test_symbolic_sizes_where_cudnn_takes_them(on_gpu, calls, monkeypatch):
+    on_gpu(H100)
+    monkeypatch.setattr(attention, "_why_no_cudnn", lambda _: None)
+    (s,) = jax.export.symbolic_shape("s")
+    q = jax.ShapeDtypeStruct((1, s, 2, 128), jnp.bfloat16)
+    jax.eval_shape(lambda q: causal_attention(q, q, q, None, None), q)
+    assert_called(calls[0], None, "cudnn")
+
+
 def test_export_with_symbolic_sizes():
     b, s = jax.export.symbolic_shape("b, s")
     q, k = (jax.ShapeDtypeStruct((b, s, n, 128), jnp.bfloat16) for n in (4, 2))

@@ -114,7 +114,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         if config.data.batch_size % mesh.size:
             raise FlagError(
                 f"--batch-size {config.data.batch_size} must be a multiple of the {mesh.size} "
-                "devices"
+                "devices; give another size"
             )
         data.check_effects(config.data)
         texts = [_open(config, path) for path in flags.path]

@@ -154,7 +154,7 @@ def _config_and_targets(
             config = parse_command_line(_train_arguments(flags, rest))
     else:
         if jax.default_backend() != "gpu":
-            raise ValueError("this machine has no GPU; name one, for example --device h100")
+            raise FlagError("this machine has no GPU; name one, for example --device h100")
         config = parse_command_line(_train_arguments(flags, rest))
         devices = jax.devices()[: flags.num_devices]
         if flags.num_devices and len(devices) < flags.num_devices:

@@ -17,6 +17,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from pallas_kernels import hardware
+from train.flag_errors import FlagError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,14 +115,14 @@ def chip(name: str) -> Chip:
     """The GPU called `name`: a key of `CHIPS`, or a name or device kind of `hardware`.
 
     Raises:
-      ValueError: No GPU has that name; the message names similar ones.
+      FlagError: No GPU has that name; the message names similar ones.
     """
     for key, found in CHIPS.items():
         if name.lower().replace(" ", "-") in _names(key, found):
             return found
     close = difflib.get_close_matches(name.lower(), CHIPS, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise ValueError(f"no device {name!r}; {hint}There are {', '.join(CHIPS)}")
+    hint = f"did you mean {' or '.join(close)}? There are" if close else "there are"
+    raise FlagError(f"--device {name!r} is unknown; {hint} {', '.join(CHIPS)}")
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:

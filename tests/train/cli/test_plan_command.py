@@ -84,7 +84,7 @@ def test_command_compares_meshes(command):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ("--device h10", 2, "no device 'h10'; did you mean h100"),
+        ("--device h10", 2, "--device 'h10' is unknown; did you mean h100 or"),
         ("--device h100 --preset llama3-8b", 2, "no preset 'llama3-8b'; did you mean llama3.1-8b"),
         ("--preset demo", 2, "--device h100"),
         ("--device h100 --num-devices 0", 2, "--num-devices: 0 must lie in"),
