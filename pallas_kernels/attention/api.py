@@ -52,9 +52,9 @@ def document_attention(
 
     The forward keeps `q`, `k`, `v`, the bounds, the result, and one float32 number for each token
     and head for the backward. The kernels use the algorithm of https://arxiv.org/abs/2407.08608,
-    with two kernels for the gradients. They need no workspace, unless the keys are few: if a device
-    has at most one block of 128 keys for each of its multiprocessors, counted over rows and heads
-    of keys, the backward has several float32 arrays of the size of `k` and of `v`.
+    with two kernels for the gradients. They need no workspace, unless the keys are few. A device
+    has few keys if it has at most one block of 128 keys for each multiprocessor, counted over rows
+    and heads of keys. Then the backward has several float32 arrays of the size of `k` and of `v`.
 
         bounds = document_bounds(segment_ids)  # with window=W for a sliding window
         out = document_attention(q, k, v, bounds)

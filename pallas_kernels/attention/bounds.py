@@ -1,4 +1,4 @@
-"""Which tokens attend to which, in rows of documents."""
+"""The tokens that attend to each other, in rows of documents."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ _LARGEST_WINDOW = 2**30  # so that the sum of a token's index and the window fit
 
 
 class Bounds(NamedTuple):
-    """Which tokens a token attends to, and which tokens attend to it.
+    """The tokens that a token attends to, and the tokens that attend to it.
 
     Neither bound may fall along a row.
 
@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
 
 
 def document_bounds(segment_ids: Int[Array, "B S"], *, window: int | None = None) -> Bounds:
-    """Which tokens attend to which: those of a document, or of a window in the document.
+    """The bounds of the documents of rows, or of windows in the documents.
 
     A document begins wherever `segment_ids` changes along a row. Token t attends to the tokens of
     its document up to t. With a window, it attends to those from `t - window + 1` to t.
