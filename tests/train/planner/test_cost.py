@@ -42,9 +42,10 @@ def test_workspace_of_the_attention(monkeypatch, kv_heads, bytes_each):
     assert both[0] - both[1] == pytest.approx(2 * 4096 * 4 * bytes_each, rel=0.1)
 
 
-def test_flops_of_the_kernels_of_attention():
+@pytest.mark.parametrize(("H", "rates"), [(64, (0.44, 0.66, 0.60)), (128, (0.65, 0.84, 0.74))])
+def test_flops_of_the_kernels_of_attention(H, rates):
     """Two products of the forward and seven of the backward, of half of the pairs."""
-    B, S, N, K, H = 2, 256, 4, 2, 64
+    B, S, N, K = 2, 256, 4, 2
     q, k = (jax.ShapeDtypeStruct((B, S, heads, H), jnp.bfloat16) for heads in (N, K))
 
     def gradients(q, k, v, segment_ids):
@@ -53,11 +54,11 @@ def test_flops_of_the_kernels_of_attention():
         return jax.vjp(lambda q, k, v: attend(q, k, v, bounds), q, k, v)[1](q)
 
     traced = jax.jit(gradients).trace(q, k, k, jax.ShapeDtypeStruct((B, S), jnp.int32))
-    rates = cost.Rates(flops=1e12, bandwidth=1e18, host_bandwidth=1e9)
-    found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+    of_device = cost.Rates(flops=1e12, bandwidth=1e18, host_bandwidth=1e9)
+    found = cost.estimate(traced.jaxpr, of_device, bytes_per_device=cost.nbytes, num_devices=1)
     product = B * N * S**2 * H
     assert found.flops == 9 * product
-    seconds = product * (2 / 0.41 + 3 / 0.64 + 4 / 0.60) / 1e12
+    seconds = product * sum(n / rate for n, rate in zip((2, 3, 4), rates, strict=True)) / 1e12
     assert found.seconds == pytest.approx(seconds, rel=1e-3)
 
 
