@@ -17,8 +17,8 @@ JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its querie
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
 `--documents N` times cuDNN on rows of N documents of random lengths. "Mask" gives cuDNN a mask of
-S² elements. "Ours" has several tiles. The rates of all rows count the
-causal attention of a whole row, so they compare times.
+S² elements. "Ours" has several tiles. The rates of all rows count the causal attention of a whole
+row, so they compare times.
 
 `--window N` times cuDNN and ours where a token attends to N tokens at most, itself included. The
 rates count the attention of a whole row there, too.
@@ -424,11 +424,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_whole_rows = args.documents is None
     if not of_whole_rows and not all(1 <= args.documents <= s[1] for s in args.shapes):
         parser.error(f"a row of S tokens has 1 to S documents, not {args.documents}")
+    if args.window is not None and (args.peers or not of_whole_rows or args.window < 1):
+        parser.error("--window takes a number from 1 on, without --documents and --peers")
 
     device_kind = timing.require_gpu()
     absent = peers.missing()
-    if args.window is not None and (args.peers or not of_whole_rows or args.window < 1):
-        parser.error("--window takes a number from 1 on, without --documents and --peers")
     with_torch = args.peers and of_whole_rows
     if with_torch and "torch" in absent:
         sys.exit("--peers needs torch, which is not installed")
@@ -441,10 +441,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
     )
     if args.window is not None:
-        contenders = of_window(args.window)
+        name, contenders = f"attention_window_{args.window}", of_window(args.window)
     elif of_whole_rows:
+        name = "attention"
         contenders = variants(with_tokamax=args.peers and "tokamax" not in absent)
     else:
+        name = f"attention_documents_{args.documents}"
         with_te = args.peers and "transformer-engine" not in absent
         contenders = of_documents(args.documents, with_transformer_engine=with_te)
     if names := args.contenders:
@@ -472,9 +474,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             num_documents=args.documents or 1,
         )
         gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
-        name = "attention" if of_whole_rows else f"attention_documents_{args.documents}"
-        if args.window is not None:
-            name = f"attention_window_{args.window}"
         write_results(args.output_dir, name, device, contents, title + table(records))
     print(table(records))
 

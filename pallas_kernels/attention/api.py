@@ -84,9 +84,9 @@ def document_attention(
       ValueError: The shapes disagree, a name is unknown, the scale is no positive number of
         float32, or `config` is given and plain JAX runs, or a kernel cannot be launched with it.
       TypeError: An array has a dtype that is not allowed, or an option has a wrong type.
-      NotImplementedError: The caller asked for the kernels or requires them, and they do not run;
-        or the kernels are differentiated twice or in forward mode (`jax.jvp`); or the members of
-        `jax.vmap` have more than 65535 rows together; or N, K or H is symbolic
+      NotImplementedError: The caller asked for the kernels or requires them, and they do not run.
+        Or the kernels are differentiated twice or in forward mode (`jax.jvp`). Or the members of
+        `jax.vmap` have more than 65535 rows together. Or N, K or H is symbolic
         (`jax.export.symbolic_shape`).
     """
     q, k, v = floating_arrays(q=q, k=k, v=v, least_bits=BITS_OF_PRODUCTS)
@@ -188,7 +188,9 @@ def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:
             f"k and v must be [B, S, K, H] for q {q.shape}, where K divides N = {q.shape[2]}, got "
             f"{k.shape} and {v.shape}"
         )
-    for name, bound in ({} if bounds is None else bounds._asdict()).items():
+    if bounds is None:
+        return
+    for name, bound in bounds._asdict().items():
         shape, dtype = (getattr(bound, of, None) for of in ("shape", "dtype"))
         if shape != q.shape[:2] or dtype != jnp.int32:
             raise ValueError(f"bounds.{name} must be int32 {q.shape[:2]}, got {dtype} {shape}")

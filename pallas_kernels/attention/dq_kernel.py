@@ -181,7 +181,7 @@ def gradient_of_queries(
     return gpu_kernel(
         kernel,
         out_type=q,
-        grid=(batch, pl.cdiv(unit.num_units, unit.warpgroups), k.shape[2]),
+        grid=(batch, unit.num_blocks, k.shape[2]),
         grid_names=("row", "block", "head"),
         num_threads=unit.warpgroups,
         thread_name="warpgroup",

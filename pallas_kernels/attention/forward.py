@@ -271,7 +271,7 @@ def attention_forward(
     out, logsumexp = gpu_kernel(
         kernel,
         out_type=[q, jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32)],
-        grid=(batch, pl.cdiv(unit.num_units, warpgroups), k.shape[2]),
+        grid=(batch, unit.num_blocks, k.shape[2]),
         grid_names=("row", "block", "head"),
         num_threads=warpgroups,
         thread_name="warpgroup",

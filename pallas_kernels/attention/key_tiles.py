@@ -86,6 +86,11 @@ class Unit:
         return pl.cdiv(self.length, QUERIES) * self.group
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of a row and a head of keys."""
+        return pl.cdiv(self.num_units, self.warpgroups)
+
+    @property
     def have_same_queries(self) -> bool:
         """Whether all warpgroups of a block have the same queries, of different heads."""
         return self.group % self.warpgroups == 0

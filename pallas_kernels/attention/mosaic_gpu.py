@@ -27,7 +27,7 @@ from pallas_kernels.attention.forward import (
     attention_forward,
     check_forward,
 )
-from pallas_kernels.attention.key_tiles import QUERIES
+from pallas_kernels.attention.key_tiles import QUERIES, Unit
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import Place, Roles, Tokens
@@ -36,8 +36,7 @@ from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
-_MOST_BLOCKS = 65535  # of an axis of the grid
-_MOST_ROWS = _MOST_BLOCKS  # a block computes a part of one row
+_MOST_BLOCKS = 65535  # of an axis of the grid; the rows are an axis
 _FEWEST_WARPGROUPS = 2  # of a block in the default parameters; each computes `QUERIES` of a head
 
 
@@ -57,9 +56,9 @@ def unsupported_reason(
         return f"heads have {head_size} numbers; the kernels take up to {HEAD_SIZES[-1]}"
     if length % 8:
         return f"rows have {length} tokens; pad them to a multiple of 8"
-    if num_rows > _MOST_ROWS:
-        return f"there are {num_rows} rows; the kernels take up to {_MOST_ROWS}"
-    if _num_blocks(length, group, _FEWEST_WARPGROUPS) > _MOST_BLOCKS:
+    if num_rows > _MOST_BLOCKS:
+        return f"there are {num_rows} rows; the kernels take up to {_MOST_BLOCKS}"
+    if Unit(length=length, group=group, warpgroups=_FEWEST_WARPGROUPS).num_blocks > _MOST_BLOCKS:
         longest = _MOST_BLOCKS * _FEWEST_WARPGROUPS // group * QUERIES
         return (
             f"rows have {length} tokens; where {group} heads of queries share a head of keys, the "
@@ -72,15 +71,16 @@ def check_launch(
     config: AttentionConfig, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]
 ) -> None:
     """Raises ValueError if a kernel cannot be launched with its parameters."""
-    head_size, group = _head_size_of_kernels(q), q.shape[2] // k.shape[2]
+    head_size, length, group = _head_size_of_kernels(q), q.shape[1], q.shape[2] // k.shape[2]
     for kernel in filter(None, (config.forward, config.dq, config.dkdv)):
-        of_queries = _num_blocks(q.shape[1], group, kernel.warpgroups)
-        is_dkdv = isinstance(kernel, KeysConfig)
-        num_blocks = pl.cdiv(q.shape[1], kernel.keys) if is_dkdv else of_queries
+        if isinstance(kernel, KeysConfig):
+            num_blocks = pl.cdiv(length, kernel.keys)
+        else:
+            num_blocks = Unit(length=length, group=group, warpgroups=kernel.warpgroups).num_blocks
         if num_blocks > _MOST_BLOCKS:
             raise ValueError(
-                f"{kernel} makes {num_blocks} blocks of a row of {q.shape[1]} tokens, and a grid "
-                f"has up to {_MOST_BLOCKS}; take more warpgroups"
+                f"{kernel} makes {num_blocks} blocks of a row of {length} tokens, and a grid has "
+                f"up to {_MOST_BLOCKS}; take more warpgroups"
             )
     if config.forward is not None:
         check_forward(config.forward, q, head_size)
@@ -88,11 +88,6 @@ def check_launch(
         check_queries(config.dq, q, head_size)
     if config.dkdv is not None:
         check_keys(config.dkdv, q, head_size, group)
-
-
-def _num_blocks(length: int, group: int, warpgroups: int) -> int:
-    """Number of blocks of a row and a head of keys in the kernels whose blocks compute queries."""
-    return pl.cdiv(pl.cdiv(length, QUERIES) * group, warpgroups)
 
 
 def attention(
@@ -226,10 +221,10 @@ def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(q: Array, *others: Array) -> Any:
         leading = q.shape[:-4]
-        if (num_rows := math.prod(leading)) > _MOST_ROWS:
+        if (num_rows := math.prod(leading)) > _MOST_BLOCKS:
             raise NotImplementedError(
                 f"document_attention: the members of jax.vmap have {num_rows} rows together, and "
-                f"the kernels take up to {_MOST_ROWS}; map over fewer members at a time"
+                f"the kernels take up to {_MOST_BLOCKS}; map over fewer members at a time"
             )
         rows = (jax.lax.collapse(a, 0, len(leading)) for a in (q, *others))
         return tuple(a.reshape(*leading, *a.shape[1:]) for a in function(*rows))

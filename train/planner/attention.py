@@ -4,9 +4,9 @@ import math
 
 from train.planner.dataflow import Op
 
-# Our kernels by name: number of products over the pairs of a query and a key, and two shares of the
-# peak, which they reach with heads of 64 and of 128 channels. Measured on an H200 in rows of one
-# document, 4 x 4096 x 32 x 8 x 64 and 1 x 8192 x 32 x 8 x 128
+# Our kernels by name. The first number is that of the products over the pairs of a query and a key.
+# The others are the shares of the peak with heads of 64 and of 128 channels. They were measured on
+# an H200 in rows of one document, 4 x 4096 x 32 x 8 x 64 and 1 x 8192 x 32 x 8 x 128
 # (docs/lab/2026-11-30-attention-of-whole-rows.md).
 _KERNELS = {
     "attention_forward": (2, 0.44, 0.65),
