@@ -35,8 +35,10 @@ def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
     return found
 
 
-def as_array(name: str, a: Any) -> jax.Array:
+def as_array(name: str, a: Any, dtype: DTypeLike | None = None) -> jax.Array:
     """The argument as a JAX array, with 32 bits in place of 64 unless `jax_enable_x64` is set.
+
+    It is cast to `dtype`, if that is not None.
 
     Raises:
       TypeError: The argument is no array.
@@ -45,7 +47,7 @@ def as_array(name: str, a: Any) -> jax.Array:
         raise TypeError(f"{name} is a ShapeDtypeStruct, without values; pass it to jax.eval_shape")
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
         raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")
-    return jnp.asarray(a)
+    return jnp.asarray(a, dtype)
 
 
 def check_floating(what: str, dtype: DTypeLike, remedy: str, *, least_bits: int) -> None:
@@ -85,14 +87,17 @@ def check_choice(name: str, value: Any, choices: TypeAliasType) -> None:
 
 
 def number(name: str, value: Any, *, remedy: str) -> float:
-    """The value, a number or an array without axes, as a float.
+    """The value, an integer or a float of Python, or of an array without axes, as a float.
 
     Raises:
-      TypeError: The value is no number, or JAX traces it.
+      TypeError: The value is no such number, or JAX traces it.
     """
     try:
-        # NumPy makes a float of an array of one element, whatever its axes are.
-        if not isinstance(value, str) and not getattr(value, "ndim", 0):
+        # Python makes a float of texts, bools and bytes, too, and NumPy of complex numbers, and of
+        # an array of one element, whatever its axes are.
+        dtype = getattr(value, "dtype", type(value))
+        is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+        if is_real and not getattr(value, "ndim", 0):
             return float(value)
     except TypeError:  # a tracer's error is one
         pass
@@ -107,16 +112,23 @@ def _got(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str) -> None:
-    """Raises unless the value is a finite number of at least `least`.
+    """Raises unless the value is a finite number of at least `least`, also as a float32.
 
     Raises:
       TypeError: The value is no number, or JAX traces it.
-      ValueError: The value is NaN, infinite or too small.
+      ValueError: The value is NaN, infinite or too small, or float32 makes it infinite or 0.
     """
     found = number(name, value, remedy=remedy)
     if not (math.isfinite(found) and found >= least):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name}={value!r} must be a finite number{bound}; {remedy}")
+    limits = jnp.finfo(jnp.float32)
+    smallest, largest = float(limits.tiny), float(limits.max)
+    if found and not smallest <= abs(found) <= largest:
+        raise ValueError(
+            f"{name}={value!r} must be from {smallest:.3g} to {largest:.3g} in magnitude, because "
+            f"it becomes a float32; {remedy}"
+        )
 
 
 def positive_number(name: str, value: Any, *, remedy: str) -> float:
@@ -130,13 +142,6 @@ def positive_number(name: str, value: Any, *, remedy: str) -> float:
     if not found > 0:
         raise ValueError(f"{name}={value!r} must be above 0; {remedy}")
     check_number(name, value, remedy=remedy)
-    limits = jnp.finfo(jnp.float32)
-    least, most = float(limits.tiny), float(limits.max)
-    if not least <= found <= most:
-        raise ValueError(
-            f"{name}={value!r} must be from {least:.3g} to {most:.3g}, because it becomes a "
-            f"float32; {remedy}"
-        )
     return found
 
 

@@ -13,7 +13,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels.arguments import check_sizes, common_dtype
+from pallas_kernels.arguments import as_array, check_sizes, common_dtype
 from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -67,6 +67,7 @@ class RMSNorm(_Norm):
     @nn.compact
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`."""
+        x = as_array("x", x)
         y = rms_norm(self._widened(x), self._scale(x), **norm_options(self, self.epsilon))
         return y.astype(self.dtype or x.dtype)
 
@@ -83,6 +84,7 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
+        x = as_array("x", x)
         y, total = add_rms_norm(
             self._widened(x), residual, self._scale(x), **norm_options(self, self.epsilon)
         )
@@ -133,12 +135,13 @@ class SwiGLU(nn.Module):
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
         check_sizes(intermediate_size=self.intermediate_size)
+        x = as_array("x", x, self.dtype)
         hidden_size = x.shape[-1]
         across = hidden_size, self.intermediate_size
         down = self.intermediate_size, hidden_size
         down_init = self.down_kernel_init or self.kernel_init
         return swiglu_mlp(
-            x.astype(self.dtype or x.dtype),
+            x,
             _Kernel(across, self.param_dtype, self.kernel_init, name="gate_proj")(),
             _Kernel(across, self.param_dtype, self.kernel_init, name="up_proj")(),
             _Kernel(down, self.param_dtype, down_init, name="down_proj")(),
@@ -205,9 +208,10 @@ class LinearCrossEntropy(nn.Module):
         token_weights: Float[Array, "*T"] | None = None,
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`."""
+        x = as_array("x", x, self.dtype)
         kernel, bias = self._parameters(x)
         return linear_cross_entropy(
-            x.astype(self.dtype or x.dtype),
+            x,
             kernel,
             labels,
             bias=bias,
@@ -218,5 +222,5 @@ class LinearCrossEntropy(nn.Module):
 
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss."""
-        x = x.astype(self.dtype or x.dtype)
+        x = as_array("x", x, self.dtype)
         return logits_of_head(x, *self._parameters(x), "dv", self.logit_softcap)

@@ -10,7 +10,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import check_sizes
+from pallas_kernels.arguments import as_array, check_sizes
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
@@ -110,7 +110,7 @@ class RMSNorm(_Norm):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`."""
-        x = x.astype(self.dtype or x.dtype)
+        x = as_array("x", x, self.dtype)
         return rms_norm(x, self.scale[...], **norm_options(self, self.epsilon))
 
 
@@ -125,5 +125,5 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
-        x, residual = (a.astype(self.dtype or a.dtype) for a in (x, residual))
+        x, residual = as_array("x", x, self.dtype), as_array("residual", residual, self.dtype)
         return add_rms_norm(x, residual, self.scale[...], **norm_options(self, self.epsilon))

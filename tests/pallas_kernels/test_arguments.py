@@ -26,7 +26,7 @@ from pallas_kernels.fp8 import RECIPES
 from pallas_kernels.gpu import device as gpu_device
 from pallas_kernels.gpu import kernel as gpu_kernel_module
 from pallas_kernels.gpu.device import Device
-from pallas_kernels.layers import RMSNorm, SwiGLU
+from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from pallas_kernels.loss import arguments
 from support.numerics import quick_jit
 
@@ -122,6 +122,20 @@ def test_layers_say_it_too(unchecked_shapes):
     options: dict[str, Any] = {"kernel_init": nnx.initializers.zeros_init(), "rngs": nnx.Rngs(0)}
     with pytest.raises(TypeError, match="x is int32"):
         SwiGLU(8, 16, dtype=jnp.int32, **options)(x)
+    head = LinearCrossEntropy(8, 16, dtype=BF16, **options)
+    no_array = x.tolist()
+    for layer in (
+        RMSNorm(8),
+        lambda x: AddRMSNorm(8)(x, x),
+        SwiGLU(8, 16, **options),
+        SwiGLU(8, 16, use_bias=True, **options),
+        lambda x: head(x, jnp.ones(4, jnp.int32)),
+        head.logits,
+    ):
+        with pytest.raises(TypeError, match="^x must be an array, got a list"):
+            layer(no_array)
+    with pytest.raises(TypeError, match="^residual must be an array, got a list"):
+        AddRMSNorm(8)(x, no_array)
 
 
 NAN, INF = math.nan, math.inf
@@ -132,7 +146,10 @@ OPTIONS = [
     *((NORMS, "eps", value, ValueError, rf"eps={value} must be a finite number of at least 0")
       for value in (NAN, INF, -1.0)),
     (NORMS, "eps", "1", TypeError, "eps must be a number, got '1'"),
-    (NORMS, "eps", None, TypeError, "eps must be a number, got None"),
+    *((NORMS, "eps", value, TypeError, "eps must be a number, got ")
+      for value in (None, True, np.True_, b"1", np.complex64(1))),
+    *((NORMS, name, value, ValueError, f"{name}=.* must be from .* because it becomes a float32; ")
+      for name, value in (("eps", 1e-50), ("eps", 1e300), ("weight_offset", -1e-50))),
     (NORMS, "weight_offset", NAN, ValueError, "weight_offset=nan must be a finite number;"),
     (NORMS, "weight_offset", -INF, ValueError, "weight_offset=-inf must be a finite number;"),
     (NORMS, "casting", "fp8", ValueError, "casting='fp8' must be one of"),
@@ -145,6 +162,7 @@ OPTIONS = [
     *((LOSS, "z_loss", value, ValueError, f"z_loss={value} must be a finite number of at least 0")
       for value in (NAN, INF, -0.1)),
     (LOSS, "z_loss", None, TypeError, "z_loss must be a number, got None; 0.0 is none"),
+    (LOSS, "z_loss", 1e-50, ValueError, "z_loss=1e-50 must be .* a float32; 0.0 is none"),
     (LOSS, "label_smoothing", "a", TypeError, "label_smoothing must be a number, got 'a'"),
     (LOSS, "logit_softcap", INF, ValueError, "logit_softcap=inf .*; None turns the cap off"),
     (LOSS, "logit_softcap", 1e39, ValueError, r"logit_softcap=1e\+39 must be .* float32; None"),

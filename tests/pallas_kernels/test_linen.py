@@ -154,6 +154,22 @@ def test_a_norm_of_integers_says_what_to_do(unchecked_shapes):
         RMSNorm().init(KEY, jnp.zeros((2, D), jnp.int32))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: RMSNorm().init({}, x),
+        lambda x: AddRMSNorm().init({}, x, jnp.ones((4, 8))),
+        lambda x: SwiGLU(16).init({}, x),
+        lambda x: LinearCrossEntropy(16).init({}, x, jnp.ones(4, jnp.int32)),
+        lambda x: LinearCrossEntropy(16).init({}, x, method="logits"),
+    ],
+    ids=["norm", "add_norm", "mlp", "loss", "logits"],
+)
+def test_what_is_no_array(unchecked_shapes, call):
+    with pytest.raises(TypeError, match="^x must be an array, got a list; make it a jax.Array"):
+        call([[1.0] * 8] * 4)
+
+
 def test_options_reach_the_operations():
     x = normal((B, S, D), BF16)
     options: dict[str, Any] = {"weight_offset": 1.0, "casting": "llama"}
