@@ -9,6 +9,11 @@ def format_count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def number_of(number: int, noun: str) -> str:
+    """ "1 token" and "1,024 tokens"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_duration(seconds: float) -> str:
     """`83` as "1:23", `3723` as "1:02:03"."""
     minutes, second = divmod(round(seconds), 60)

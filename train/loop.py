@@ -50,7 +50,7 @@ from train.setup import (
     with_planned_remat,
 )
 from train.step import Batch, TrainState, abstract_state
-from train.teacher import check_teacher, teacher_digest
+from train.teacher import abstract_frozen, check_teacher, teacher_digest
 from train.token_ids import tell_of_contradiction
 
 
@@ -87,6 +87,7 @@ def run(config: TrainConfig) -> Path:
         check_model(config.init_from, config.model)
     if config.objective == "distill":
         check_teacher(config)
+        abstract_frozen(config, mesh)  # raises if the mesh cannot split the parameters
     tokenizer = data.load_tokenizer(config.data)
     check_sample(config, tokenizer)
     if is_first():

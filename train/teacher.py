@@ -137,7 +137,15 @@ def load_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
 
 
 def abstract_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
-    """The shapes, dtypes and shardings of `load_frozen`."""
+    """The shapes, dtypes and shardings of `load_frozen`.
+
+    Raises:
+      FolderError: The folder cannot be read, or the mesh cannot split a parameter.
+    """
     if config.objective != "distill":
         return ()
-    return (abstract_parameters(teacher_model(config), mesh),)
+    teacher = teacher_model(config)
+    try:
+        return (abstract_parameters(teacher, mesh),)
+    except ValueError as error:
+        raise FolderError(f"the teacher in {_folder(config)}: {error}") from error

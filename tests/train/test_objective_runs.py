@@ -209,6 +209,15 @@ def test_the_heads_of_a_teacher_must_split(folder, tmp_path):
         check_teacher(config)
 
 
+def test_the_parameters_of_a_teacher_must_split(folder, tmp_path, monkeypatch):
+    """The error comes before the text is read."""
+    mesh = make_mesh(data=1, fsdp=5, devices=jax.devices()[:5])
+    monkeypatch.setattr(train.loop, "mesh_of", lambda config: mesh)
+    monkeypatch.setattr(train.loop, "open_datasets", pytest.fail)
+    with pytest.raises(FolderError, match=r"^the teacher in .*/teacher: .*fsdp=5 does not divide"):
+        run(config_of("distill", folder, tmp_path))
+
+
 def test_tokenizers_must_be_the_same(folder, tmp_path):
     config = config_of("distill", folder, tmp_path)
     check_teacher(config)  # bytes

@@ -25,6 +25,7 @@ from train.config import DataConfig, OptimizerConfig, TrainConfig
 from train.errors import FolderError, naming
 from train.evaluate import Sums, measure
 from train.flag_errors import FlagError
+from train.formats import number_of
 from train.hf_folder import check_finite, copy_tokenizer
 from train.outputs import sample_key
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
@@ -125,8 +126,9 @@ def evaluate(arguments: Sequence[str]) -> None:
         for path, text in zip(flags.path, texts, strict=True):
             if not flags.batches and (rest := text.num_unread_tokens):
                 print(
-                    f"{path}: its last {rest:,} tokens fill no row of {text.sequence_length} and "
-                    "are not measured; --sequence-length makes shorter rows"
+                    f"{path}: its end, {number_of(rest, 'token')}, fills no row of "
+                    f"{text.sequence_length} and is not measured; --sequence-length makes shorter "
+                    "rows"
                 )
             batches = text.eval_batches(config.data.batch_size, flags.batches)
             sums = measure(eval_step, params, batches, text.token_bytes, mesh)
@@ -147,7 +149,8 @@ def _print_sums(name: str, sums: Sums) -> None:
         return
     print(
         f"{name}: {sums.loss:.4f} nats per token, accuracy {sums.accuracy:.4f}, "
-        f"{sums.bits_per_byte:.4f} bits per byte ({sums.tokens:,} tokens, {sums.bytes:,} bytes)"
+        f"{sums.bits_per_byte:.4f} bits per byte ({number_of(sums.tokens, 'token')}, "
+        f"{number_of(sums.bytes, 'byte')})"
     )
 
 

@@ -19,4 +19,4 @@ def run(arguments: Sequence[str]) -> None:
     flags = parser.parse_args(arguments)
     first, second = flags.runs
     write_comparison(first, second, flags.output)
-    print(flags.output)
+    print(flags.output.absolute())

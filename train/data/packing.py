@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int, Int32, Int64, Integer, UInt64
 
 from train.data.errors import DataError
 from train.data.tokenizer import BYTES
+from train.formats import number_of
 
 IGNORED = -100  # the label of a position that is not predicted
 
@@ -53,9 +54,9 @@ class PackedDataset:
             raise ValueError(f"sequence_length={self.sequence_length!r} must be at least 1")
         if self.num_rows < 1:
             raise DataError(
-                f"{len(self.tokens)} tokens in {len(offsets)} documents do not fill one row of "
-                f"sequence_length={self.sequence_length} (which needs {self.sequence_length + 1}); "
-                "use more text or a shorter sequence"
+                f"{number_of(len(self.tokens), 'token')} in {number_of(len(offsets), 'document')} "
+                f"cannot fill one row of sequence_length={self.sequence_length} (which needs "
+                f"{self.sequence_length + 1}); use more text or a shorter sequence"
             )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] >= len(self.tokens):
             raise ValueError(

@@ -23,6 +23,7 @@ from train.data.mixture import MixtureDataset
 from train.data.packing import PackedDataset
 from train.data.pairs import PairDataset
 from train.data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer
+from train.formats import number_of
 
 type Dataset = PackedDataset | MixtureDataset
 
@@ -141,7 +142,7 @@ def open_preferences(
     def pairs(split: str, some: list[Entry]) -> PairDataset:
         dataset = PairDataset([entry.stream(split) for entry in some], config.sequence_length)
         name = split.replace("_", " ")
-        print(f"{name}: {dataset.num_pairs:,} preferences", flush=True)
+        print(f"{name}: {number_of(dataset.num_pairs, 'preference')}", flush=True)
         if dataset.num_left_out:
             print(
                 f"{name}: {dataset.num_left_out:,} more are left out, because a completion with "
@@ -155,9 +156,9 @@ def open_preferences(
     needed = config.rows_per_step // 2
     if train_data.num_pairs < needed:
         raise DataError(
-            f"{', '.join(map(str, config.path))}: {train_data.num_pairs} preferences, fewer than "
-            f"the {needed} of a step; use more, a smaller --data.batch-size or a longer "
-            "--data.sequence-length"
+            f"{', '.join(map(str, config.path))}: "
+            f"{number_of(train_data.num_pairs, 'preference')}, fewer than the {needed} of a "
+            "step; use more, a smaller --data.batch-size or a longer --data.sequence-length"
         )
     if evaluates:
         held_out = pairs("held_out", held_out_entries or entries)
@@ -266,7 +267,8 @@ def _entry(
     train, held_out = entry.index["train"], entry.index["held_out"]
     share = held_out["tokens"] / max(train["tokens"] + held_out["tokens"], 1)
     print(
-        f"{path}: {train['tokens']:,} tokens in {train['documents']:,} documents, "
+        f"{path}: {number_of(train['tokens'], 'token')} in "
+        f"{number_of(train['documents'], 'document')}, "
         f"{held_out['tokens']:,} ({share:.1%}) in {held_out['documents']:,} held out; in "
         f"{entry.folder}",
         flush=True,

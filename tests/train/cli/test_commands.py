@@ -229,11 +229,14 @@ def test_eval_tells_of_the_tokens_after_the_last_row(finished, config, tmp_path,
     text.write_text("x" * 100)
     options = ["--cache-dir", str(config.data.cache_dir), "--sequence-length", "16"]
     commands.evaluate([str(finished), "--path", str(text), *options])
-    *_, left_out, line = capsys.readouterr().out.splitlines()
-    assert left_out.startswith(f"{text}: its last 4 tokens fill no row of 16 and are not measured;")
+    read, *_, left_out, line = capsys.readouterr().out.splitlines()
+    assert read.startswith(f"{text}: 101 tokens in 1 document, 0 (0.0%) in 0 held out; in ")
+    assert left_out.startswith(
+        f"{text}: its end, 4 tokens, fills no row of 16 and is not measured;"
+    )
     assert line.endswith("(96 tokens, 96 bytes)")
     commands.evaluate([str(finished), "--path", str(text), *options, "--batches", "1"])
-    assert "are not measured" not in capsys.readouterr().out
+    assert "is not measured" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_eval_tells_of_the_tokens_after_the_last_row(finished, config, tmp_path,
         (["--path", ""], "argument --path: the value is empty"),
         (["--path", "DEV", "--tokenizer", "nowhere"], "nowhere cannot be read"),
         (["--path", "DEV", "--text-field", "body"], "--text-field"),
-        (["--path", "SHORT"], "do not fill one row"),
+        (["--path", "SHORT"], "cannot fill one row"),
         (["--path", "EMPTY"], "is empty: it has no text"),
         (["--path", "EMPTY", "--text-field", "body"], "--text-field body has no effect"),
         (["--path", "PAIRS"], "only training with --objective dpo reads preferences"),
@@ -421,7 +424,7 @@ def throw(error, *args, **options):
 # Comparing
 
 
-def test_compare(finished, config, tmp_path, capsys):
+def test_compare(finished, config, tmp_path, capsys, monkeypatch):
     copy = Path(shutil.copytree(finished, tmp_path / "<b>"))
     content = json.loads((copy / "config.json").read_text())
     content["config"]["optimizer"]["learning_rate"] = 0.125
@@ -436,7 +439,9 @@ def test_compare(finished, config, tmp_path, capsys):
     assert settings.count("<tr>") == 2 and row in settings
     assert "&lt;b&gt;" in page and "<b>" not in page
     assert page.count("data:image/png;base64,") == 2 * 4  # of each panel, light and dark
-    compare.run([str(finished), str(finished), "--output", str(output)])
-    assert "<p>None.</p>" in output.read_text()
+    monkeypatch.chdir(tmp_path)
+    compare.run([str(finished), str(finished)])
+    assert capsys.readouterr().out == f"{tmp_path / 'compare.html'}\n"
+    assert "<p>None.</p>" in (tmp_path / "compare.html").read_text()
     line = fails("compare", [finished, tmp_path], capsys)
     assert line.endswith(f"{tmp_path} is not a run: it has no metrics.jsonl; name a run")

@@ -211,7 +211,9 @@ def test_the_smallest_corpus():
     assert as_rows(one_row.batch(0, batch_size=1, seed=0)) == [
         {"tokens": [BOS, 65], "labels": [65, EOS], "segment_ids": [1, 1], "positions": [0, 1]}
     ]
-    with pytest.raises(ValueError, match=r"3 tokens in 1 documents .*sequence_length=3.* needs 4"):
+    with pytest.raises(
+        ValueError, match=r"3 tokens in 1 document cannot .*sequence_length=3.* needs 4"
+    ):
         PackedDataset.from_documents([document], sequence_length=3)
     with pytest.raises(ValueError, match="0 tokens in 0 documents"):
         PackedDataset.from_documents([], sequence_length=2)

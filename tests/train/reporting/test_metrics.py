@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pallas_kernels.hardware import Hardware
 from train.errors import RunError
-from train.formats import format_count, format_duration
+from train.formats import format_count, format_duration, number_of
 from train.reporting.metrics import (
     MetricsWriter,
     Throughput,
@@ -354,6 +354,11 @@ def test_live_progress_draws_a_bar(width):
     assert width < 80 or "━━━" in bar
     if width == 200:
         assert "loss 2.134  val loss 2.500  12.3k tok/s  mfu 41.2%  mem 3.1 GiB" in bar
+
+
+def test_number_of():
+    texts = [number_of(number, "token") for number in (0, 1, 1024)]
+    assert texts == ["0 tokens", "1 token", "1,024 tokens"]
 
 
 def test_format_count():
