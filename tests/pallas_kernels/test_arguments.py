@@ -123,7 +123,7 @@ def test_layers_say_it_too(unchecked_shapes):
     with pytest.raises(TypeError, match="x is int32"):
         SwiGLU(8, 16, dtype=jnp.int32, **options)(x)
     head = LinearCrossEntropy(8, 16, dtype=BF16, **options)
-    no_array = x.tolist()
+    no_array: Any = x.tolist()
     for layer in (
         RMSNorm(8),
         lambda x: AddRMSNorm(8)(x, x),
@@ -132,9 +132,9 @@ def test_layers_say_it_too(unchecked_shapes):
         lambda x: head(x, jnp.ones(4, jnp.int32)),
         head.logits,
     ):
-        with pytest.raises(TypeError, match="^x must be an array, got a list"):
+        with pytest.raises(TypeError, match=r"^x must be an array, got a list"):
             layer(no_array)
-    with pytest.raises(TypeError, match="^residual must be an array, got a list"):
+    with pytest.raises(TypeError, match=r"^residual must be an array, got a list"):
         AddRMSNorm(8)(x, no_array)
 
 

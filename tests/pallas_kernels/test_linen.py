@@ -166,7 +166,7 @@ def test_a_norm_of_integers_says_what_to_do(unchecked_shapes):
     ids=["norm", "add_norm", "mlp", "loss", "logits"],
 )
 def test_what_is_no_array(unchecked_shapes, call):
-    with pytest.raises(TypeError, match="^x must be an array, got a list; make it a jax.Array"):
+    with pytest.raises(TypeError, match=r"^x must be an array, got a list; make it a"):
         call([[1.0] * 8] * 4)
 
 
