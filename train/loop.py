@@ -326,7 +326,7 @@ class _Loop:
         # one would seem up to a step shorter.
         if step < self._config.steps or self._throughput.tokens_per_s is None:
             tokens = self._config.data.tokens_per_step
-            self._throughput.update(tokens, tokens * self._flops(values["mean_context"]))
+            self._throughput.update(tokens, tokens * self._flops(values))
         row = self._row(step, values, wait_s)
         self._writer.write(row)
         self._progress.update(step, row)

@@ -176,6 +176,7 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
     """
     loss_of = _loss_of(config)
     names = metrics_of(config)
+    windows = _windows(config)
 
     def gradients_of(
         params: nnx.State, batch: Batch, *frozen: nnx.State
@@ -204,21 +205,37 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
             **{name: sums[of_sum] * scale for name, of_sum in names.items()},
             "grad_norm": optax.tree.norm(gradients),
             "num_tokens": num_tokens,
-            "mean_context": _mean_context(batch, config.model.sliding_window),
+            **{name: _mean_context(batch, window) for name, window in windows.items()},
         }
         return metrics, gradients
 
     return gradients_of
 
 
+def _windows(config: TrainConfig) -> dict[str, int | None]:
+    """The sliding windows of the model and of a teacher, by the names of their mean contexts."""
+    found = {"mean_context": config.model.sliding_window}
+    if config.objective == "distill":
+        found["teacher_mean_context"] = teacher_model(config).sliding_window
+    return found
+
+
+def contexts_of_rows(config: TrainConfig) -> dict[str, float]:
+    """The mean contexts of a step whose rows have one document each, by their names."""
+    length = config.data.sequence_length
+    return {name: _context_of_row(length, window) for name, window in _windows(config).items()}
+
+
+def _context_of_row(length: int, window: int | None) -> float:
+    most = length if window is None else min(window, length)
+    # The first tokens of a row attend to 1, 2, ..., most tokens, and the others to `most`.
+    return (most * (most + 1) / 2 + most * (length - most)) / length - 0.5
+
+
 def _mean_context(batch: Batch, window: int | None) -> Float[Array, ""]:
     """The mean number of tokens that a token attends to. The token itself counts half."""
     if "positions" not in batch:
-        length = batch["labels"].shape[-1]
-        most = length if window is None else min(window, length)
-        # The first tokens of a row attend to 1, 2, ..., most tokens, and the others to `most`.
-        attended = most * (most + 1) / 2 + most * (length - most)
-        return jnp.asarray(attended / length - 0.5, jnp.float32)
+        return jnp.asarray(_context_of_row(batch["labels"].shape[-1], window), jnp.float32)
     positions = batch["positions"]
     if window is not None:
         positions = jnp.minimum(positions, window - 1)

@@ -47,7 +47,7 @@ from pallas_kernels import hardware, linear_cross_entropy
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
 from train.reporting import metrics
-from train.step import init_state, make_train_step, memory_in_bytes
+from train.step import contexts_of_rows, init_state, make_train_step, memory_in_bytes
 from train.xla_flags import (
     calls_until_compiled_again,
     compiler_options,
@@ -231,7 +231,7 @@ def workload(arguments: argparse.Namespace) -> TrainConfig:
 
 def speed_cells(config: TrainConfig, times_s: list[float], num_gpus: int = 1) -> list[str]:
     """Cells of a table: median and range of the milliseconds a step, tokens/s of all GPUs, MFU."""
-    flops = metrics.flops_per_token(config.model, config.data.sequence_length / 2)
+    flops = metrics.flops_of_run(config)(contexts_of_rows(config))
     step_s = statistics.median(times_s)
     speed = config.data.tokens_per_step / step_s
     used = metrics.mfu(speed * flops, hardware.lookup(jax.devices()[0].device_kind), num_gpus)
@@ -333,7 +333,7 @@ def report(
 ) -> str:
     """The tables, in Markdown."""
     device = jax.devices()[0]
-    flops = metrics.flops_per_token(config.model, config.data.sequence_length / 2)
+    flops = metrics.flops_of_run(config)(contexts_of_rows(config))
     gemm = statistics.median(limit.gemm for limit in limits)
     copy = statistics.median(limit.copy for limit in limits)
     versions = ", ".join(

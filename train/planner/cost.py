@@ -165,6 +165,7 @@ def estimate(
     hidden_axes: Collection[str] = (),
     body_of_device: Callable[[Any], Any] | None = None,
     has_workspace: bool = True,
+    share_of_pairs: float = 1.0,
 ) -> Cost:
     """The cost of a traced program on each of its devices.
 
@@ -178,6 +179,8 @@ def estimate(
       body_of_device: Function that gives each device's part of the loss; see
         `dataflow.operations`.
       has_workspace: Whether the memory includes the workspace of the attention's backward.
+      share_of_pairs: Share of the pairs of a query and an earlier key that a sliding window leaves.
+        Our kernels of the attention compute no others.
     """
     program = _Program(
         rates=rates,
@@ -187,6 +190,7 @@ def estimate(
         is_alone=num_devices == 1,
         body_of_device=body_of_device,
         has_workspace=has_workspace,
+        share_of_pairs=share_of_pairs,
     )
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
@@ -208,6 +212,7 @@ class _Program:
     axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     body_of_device: Callable[[Any], Any] | None = None
     has_workspace: bool = True
+    share_of_pairs: float = 1.0
 
     def cost(
         self,
@@ -246,7 +251,7 @@ class _Program:
                 rate *= _FP8_RATE
             return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
         if attention.is_kernel(op):
-            flops = attention.kernel_flops(op) / self.num_devices
+            flops = self.share_of_pairs * attention.kernel_flops(op) / self.num_devices
             rate = self.rates.flops * attention.kernel_efficiency(op)
             return Cost(seconds=flops / rate, flops=flops)
         if "dot_product_attention" in op.name:

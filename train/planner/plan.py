@@ -38,7 +38,7 @@ from train.planner import cost
 from train.planner.splits import Splits
 from train.planner.target import MARGIN, Target, memory_fraction
 from train.reporting import metrics
-from train.step import abstract_state, jit_train_step, memory_in_bytes
+from train.step import abstract_state, contexts_of_rows, jit_train_step, memory_in_bytes
 from train.teacher import abstract_frozen
 
 # A step is compiled if its estimated memory is at most this many times the limit. Estimates were
@@ -81,6 +81,8 @@ class Programs:
         mesh, rates = self.target.mesh, self.target.rates
         state, frozen = abstract_state(config, mesh), abstract_frozen(config, mesh)
         leaves, splits = jax.tree.leaves(state), Splits((state, frozen), mesh)
+        # The longer of two windows counts, because the trace does not say whose attention it is.
+        share = max(contexts_of_rows(config).values()) / (config.data.sequence_length / 2)
         with self._context():
             batch = abstract_batch(config, mesh)
             traced = jit_train_step(config, state).trace(state, batch, *frozen)
@@ -93,6 +95,7 @@ class Programs:
                 num_aliased=len(leaves),
                 hidden_axes=BATCH_AXES,
                 body_of_device=splits.body_of_device,
+                share_of_pairs=share,
             )
             found = estimate()
             if not self._is_here():
@@ -351,7 +354,7 @@ def table(chosen: Plan) -> str:
         f"  {'remat':<12} {'mesh':>6} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} "
         f"{'tokens/s':>9} {'MFU':>6}  policy",
     ]
-    flops = metrics.flops_of_run(config)(config.data.sequence_length / 2)
+    flops = metrics.flops_of_run(config)(contexts_of_rows(config))
     if of_objective := _memory_of_objective(config, target):
         lines.insert(1, of_objective)
     peak = hardware.lookup(target.device_kind)

@@ -67,16 +67,19 @@ def flops_per_token(config: Any, mean_context: float) -> float:
     return 3.0 * (2 * matmul_parameters + scores)
 
 
-def flops_of_run(config: TrainConfig) -> Callable[[float], float]:
-    """A function from the mean context to the model FLOPs of a training token of a run.
+def flops_of_run(config: TrainConfig) -> Callable[[Metrics], float]:
+    """A function from the mean contexts to the model FLOPs of a training token of a run.
 
-    They include the forward of a teacher if there is one. Its folder is read here, once.
+    They include the forward of a teacher if there is one. Its folder is read here, once. The mean
+    contexts have the names that they have in the metrics of the step (`train.step`).
     """
     teacher = teacher_model(config) if config.objective == "distill" else None
 
-    def flops(mean_context: float) -> float:
-        of_teacher = flops_per_token(teacher, mean_context) / 3 if teacher else 0.0
-        return flops_per_token(config.model, mean_context) + of_teacher
+    def flops(contexts: Metrics) -> float:
+        found = flops_per_token(config.model, contexts["mean_context"])
+        if teacher:
+            found += flops_per_token(teacher, contexts["teacher_mean_context"]) / 3
+        return found
 
     return flops
 

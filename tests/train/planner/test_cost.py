@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,9 +17,14 @@ from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss.mosaic_gpu import exponentials, linear_launch, products
 from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
 from pallas_kernels.mlp import gated_matmul
+from support import tiny_run
+from support.plan_measures import Measures
+from train.config import preset
 from train.planner import aot, cost
+from train.planner.plan import Programs, plan, table, with_remat
 from train.planner.splits import Splits
 from train.planner.target import target_elsewhere
+from train.reporting.metrics import flops_per_token
 
 H100 = aot.CHIPS["h100"]
 
@@ -55,11 +61,40 @@ def test_flops_of_the_kernels_of_attention(H, rates):
 
     traced = jax.jit(gradients).trace(q, k, k, jax.ShapeDtypeStruct((B, S), jnp.int32))
     of_device = cost.Rates(flops=1e12, bandwidth=1e18, host_bandwidth=1e9)
-    found = cost.estimate(traced.jaxpr, of_device, bytes_per_device=cost.nbytes, num_devices=1)
+    options = {"bytes_per_device": cost.nbytes, "num_devices": 1}
+    found = cost.estimate(traced.jaxpr, of_device, **options)
     product = B * N * S**2 * H
     assert found.flops == 9 * product
     seconds = product * sum(n / rate for n, rate in zip((2, 3, 4), rates, strict=True)) / 1e12
     assert found.seconds == pytest.approx(seconds, rel=1e-3)
+    windowed = cost.estimate(traced.jaxpr, of_device, **options, share_of_pairs=0.25)
+    assert windowed.flops == found.flops / 4
+    assert windowed.seconds == pytest.approx(seconds / 4, rel=1e-3)
+
+
+def test_a_window_leaves_less_attention(monkeypatch):
+    """In the time that the planner estimates, and in its MFU."""
+
+    class FoundError(Exception):
+        pass
+
+    def found(*args, share_of_pairs, **kwargs):
+        raise FoundError(share_of_pairs)
+
+    where = target_elsewhere(H100, make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "estimate", found)
+        for window, share in ((None, 1.0), (16, 1.0), (4, (1 + 2 + 3 + 13 * 4 - 8) / 128)):
+            model = dataclasses.replace(tiny_run.MODEL, sliding_window=window, remat="minimal")
+            with pytest.raises(FoundError, match=rf"^{share}$"):
+                Programs(where).estimate(dataclasses.replace(tiny_run.CONFIG, model=model))
+    base = with_remat(preset("llama3.2-1b"), "full")
+    attended = {None: 2048.0, 256: np.minimum(np.arange(4096) + 1, 256).mean() - 0.5}
+    for window, mean_context in attended.items():
+        model = dataclasses.replace(base.model, sliding_window=window)
+        chosen = plan([dataclasses.replace(base, model=model)], where, Measures(), report=print)
+        flops = 4 * 4096 * flops_per_token(model, mean_context)
+        assert f" {flops / 0.35 / H100.limits.bf16_flops:.1%} " in table(chosen)
 
 
 def test_cost_of_products_and_loops():

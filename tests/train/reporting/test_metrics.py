@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -11,19 +12,24 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import train.reporting.metrics
+import train.step
 from pallas_kernels.hardware import Hardware
+from support import tiny_run
+from train.config import DistillConfig
 from train.errors import RunError
 from train.formats import format_count, format_duration, number_of
 from train.reporting.metrics import (
     MetricsWriter,
     Throughput,
     device_memory,
+    flops_of_run,
     flops_per_token,
     mfu,
     run_environment,
 )
 from train.reporting.progress import Progress
-from train.step import _mean_context
+from train.step import _mean_context, contexts_of_rows
 
 LLAMA_3_2_1B = SimpleNamespace(
     vocab_size=128_256,
@@ -85,6 +91,21 @@ def test_mean_context(window):
         if rows == lengths[:1]:
             del batch["positions"]
             np.testing.assert_allclose(_mean_context(batch, window), expected, rtol=1e-6)
+
+
+def test_a_teacher_has_its_own_window(monkeypatch):
+    config = dataclasses.replace(
+        tiny_run.CONFIG, objective="distill", distill=DistillConfig(teacher=Path("teacher"))
+    )
+    teacher = dataclasses.replace(config.model, sliding_window=2, num_hidden_layers=1)
+    monkeypatch.setattr(train.step, "teacher_model", lambda config: teacher)
+    monkeypatch.setattr(train.reporting.metrics, "teacher_model", lambda config: teacher)
+    contexts = contexts_of_rows(config)
+    # The first of 16 tokens attends to half of itself, and the others to one more.
+    assert contexts == {"mean_context": 8.0, "teacher_mean_context": (0.5 + 15 * 1.5) / 16}
+    alone = flops_per_token(config.model, 8.0)
+    of_teacher = flops_per_token(teacher, contexts["teacher_mean_context"]) / 3
+    assert flops_of_run(config)(contexts) == alone + of_teacher
 
 
 def test_mfu():
