@@ -125,8 +125,9 @@ def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str
     limits = jnp.finfo(jnp.float32)
     smallest, largest = float(limits.tiny), float(limits.max)
     if found and not smallest <= abs(found) <= largest:
+        sign = "-" if found < 0 else ""
         raise ValueError(
-            f"{name}={value!r} must be from {smallest:.3g} to {largest:.3g} in magnitude, because "
+            f"{name}={value!r} must be from {sign}{smallest:.3g} to {sign}{largest:.3g}, because "
             f"it becomes a float32; {remedy}"
         )
 
