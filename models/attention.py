@@ -98,7 +98,8 @@ def _is_faster_than_cudnn(q: Float[Array, "B S N H"]) -> bool:
     For a query and a key, the gradients of cuDNN take 5 products, and those of our kernels take 7.
     In long rows with heads of 128 the products take most of the time. There cuDNN takes 0.94 to
     0.97 of the time of our kernels (docs/lab/2026-11-30-attention-of-whole-rows.md). Our kernels
-    pad heads of other sizes, which was not timed beside cuDNN.
+    pad heads of other sizes, so there cuDNN takes 0.72 to 0.93 of their time
+    (docs/lab/2026-11-30-one-kernel-for-three-gradients.md).
     """
     _, num_positions, _, head_dim = q.shape
     return head_dim == 64 or (head_dim == 128 and num_positions <= 8192)

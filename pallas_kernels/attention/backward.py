@@ -9,7 +9,8 @@ sums over pairs of a query and a key:
 One kernel computes `dk` and `dv`, the other computes `dq`, and both compute `p` and `ds`. Together
 they take 7 products for a query and a key, where one kernel for all would take 5. But each sum
 stays in the registers of one warpgroup. So there are no atomic additions, and two calls with equal
-arguments have equal results.
+arguments have equal results. With heads of 64, one kernel was not faster
+(docs/lab/2026-11-30-one-kernel-for-three-gradients.md).
 
 The tokens of a document are adjacent. So the sums of a key go over one range of tiles of queries,
 and the sum of a query goes over one range of tiles of keys. `dq_kernel.py` and `dkdv_kernel.py`

@@ -149,11 +149,11 @@ def skip_without_cudnn_for(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 @pytest.mark.parametrize(
-    "num_documents, scan_layers",
-    [(1, True), (2, True), (20, True), (20, False)],
-    ids=["one document", "2 documents", "20 documents", "20 documents, unrolled"],
+    "num_documents, scan_layers, window",
+    [(1, True, None), (2, True, None), (20, True, None), (20, False, None), (3, True, 300)],
+    ids=["one document", "2 documents", "20 documents", "20 documents, unrolled", "window"],
 )
-def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, head_dim):
+def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, window, head_dim):
     """On Hopper our kernels compute heads of 64, and cuDNN those of 192 and 256."""
     config = dataclasses.replace(
         PRESETS["llama3.2-1b"],
@@ -162,6 +162,7 @@ def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, hea
         initializer_range=0.05,
         head_dim=head_dim,
         scan_layers=scan_layers,
+        sliding_window=window,
     )
     skip_without_cudnn_for(head_dim)
     batch = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=2, seed=0)
