@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float
 from models.sharding import tensor_axis
 from pallas_kernels.attention import Bounds, document_attention
 from pallas_kernels.attention.api import choose_attention
-from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.device import reason_not_here, target_device
+from pallas_kernels.logs import log_once
 
 
 def causal_attention(

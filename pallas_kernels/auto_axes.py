@@ -12,7 +12,6 @@ members. A mesh axis that splits members splits neither tokens nor weights of th
 
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -35,10 +34,9 @@ from pallas_kernels.layout import (
     to_spec,
     warn_of_idle_axes,
 )
+from pallas_kernels.logs import log_once
 from pallas_kernels.mapping import Levels, loop, num_levels
 from pallas_kernels.shardings import mesh_and_splits
-
-_logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,14 +135,10 @@ def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
     for split, size in zip(splits, shape, strict=True):
         num_devices = math.prod(mesh.shape[name] for name in split)
         if size % num_devices:
-            _logger.warning(
-                "every device gathers an axis of %d and computes all of it, because the mesh axes "
-                "%s split it over %d devices, which do not divide %d; pad the axis, or split "
-                "another one",
-                size,
-                split,
-                num_devices,
-                size,
+            log_once(
+                f"every device gathers an axis of {size} and computes all of it, because the mesh "
+                f"axes {split} split it over {num_devices} devices, which do not divide {size}; "
+                "pad the axis, or split another one"
             )
             split = ()
         even.append(split)

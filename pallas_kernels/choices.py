@@ -15,7 +15,6 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from jax.extend.core import subjaxprs
 
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Chosen, Implementation
+from pallas_kernels.logs import log_once
 
 VARIABLE = "PALLAS_KERNELS_REQUIRE"
 
@@ -36,8 +36,6 @@ TANGENT_REASON = (
     "kernels all the same"
 )
 
-_logger = logging.getLogger(__name__)
-_logged: set[str] = set()
 _numbers = itertools.count()
 
 
@@ -204,13 +202,6 @@ def inside_of(operation: str) -> Iterator[None]:
 def called(operation: str) -> str:
     """The name of the operation that the user called, where `operation` runs; see `inside_of`."""
     return _calling.get() or operation
-
-
-def log_once(message: str) -> None:
-    """Logs a warning, unless this process has logged it before."""
-    if message not in _logged:
-        _logged.add(message)
-        _logger.warning("%s", message)
 
 
 def fall_back_on_a_part(operation: str, required: str | None, reason: str, instead: str) -> None:

@@ -18,8 +18,6 @@ their gradients after.
 """
 
 import dataclasses
-import functools
-import logging
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -28,9 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.logs import log_once
 from pallas_kernels.mapping import Levels, loop
-
-_logger = logging.getLogger(__name__)
 
 # The mesh axes that split an axis of an array, major first; empty where the axis is whole.
 type Split = tuple[str, ...]
@@ -231,7 +228,11 @@ class Layout:
         axes = {name for splits in matrices for split in splits for name in split}
         axes -= {*self.place.tokens, *(name for split in self.place.parts for name in split)}
         if axes and self.place.tokens:
-            _warn_of_repeated_work(tuple(sorted(axes)), self.place.tokens)
+            log_once(
+                f"the mesh axes {tuple(sorted(axes))} split a weight and no tokens: each device "
+                "gathers the weight, and the devices along these axes compute the same; split the "
+                f"tokens over them as well as over {self.place.tokens}"
+            )
 
     def of_device(
         self,
@@ -275,32 +276,18 @@ class Layout:
         return lambda *args: tuple(loop(of_one, levels)(*gathered(args, is_shared)))
 
 
-@functools.cache
-def _warn_of_repeated_work(axes: Split, of_tokens: Split) -> None:
-    _logger.warning(
-        "the mesh axes %s split a weight and no tokens: each device gathers the weight, and the "
-        "devices along these axes compute the same; split the tokens over them as well as over %s",
-        axes,
-        of_tokens,
-    )
-
-
-@functools.cache
 def warn_of_idle_axes(idle: Split, parts: tuple[str, ...]) -> None:
-    """Logs mesh axes that split neither the rows nor the parts of a call without weights.
+    """Logs once the mesh axes that split neither the rows nor the parts of a call without weights.
 
     Args:
       idle: The mesh axes.
       parts: Names of the parts.
     """
     names = ", ".join(parts)
-    _logger.warning(
-        "the devices along the mesh axes %s gather the arrays of a call and compute the same, "
-        "because these axes split neither its rows nor its %s; split the rows over them, or take "
-        "a number of devices that divides the number of %s",
-        idle,
-        names,
-        names,
+    log_once(
+        f"the devices along the mesh axes {idle} gather the arrays of a call and compute the same, "
+        f"because these axes split neither its rows nor its {names}; split the rows over them, or "
+        f"take a number of devices that divides the number of {names}"
     )
 
 

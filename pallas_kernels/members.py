@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.choices import called, log_once
+from pallas_kernels.choices import called
 from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.layout import Split, to_spec
+from pallas_kernels.logs import log_once
 from pallas_kernels.mapping import Levels, Mask, loop, num_levels, whole_where_equal
 from pallas_kernels.partition import (
     axes_of_kind,

@@ -23,8 +23,6 @@ The leading axes of tokens stay separate until the local function merges them. A
 a split axis with another axis would make XLA gather both.
 """
 
-import functools
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -36,8 +34,7 @@ from pallas_kernels.auto_axes import over_auto_axes
 from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.gpu.kernel import interpreted, retyped, vary, varying_axes
 from pallas_kernels.layout import Layout, Local, Place, Roles, Split, Splits, to_spec
-
-_logger = logging.getLogger(__name__)
+from pallas_kernels.logs import log_once
 
 
 def unsupported_reason() -> str | None:
@@ -165,19 +162,12 @@ def _explicit_beside_auto(mesh: Any) -> Split:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
     if explicit and reason_not_here() is None:
-        _warn_of_mixed_axes(explicit, auto)
+        log_once(
+            f"the mesh has the Explicit axes {explicit} and the Auto axes {auto}: operations with "
+            "kernels are not split over the Auto axes there, and all their devices compute the "
+            "same; make all axes Explicit, or all Auto"
+        )
     return explicit
-
-
-@functools.cache
-def _warn_of_mixed_axes(explicit: Split, auto: Split) -> None:
-    _logger.warning(
-        "the mesh has the Explicit axes %s and the Auto axes %s: operations with kernels are not "
-        "split over the Auto axes there, and all their devices compute the same; make all axes "
-        "Explicit, or all Auto",
-        explicit,
-        auto,
-    )
 
 
 def axes_of_kind(mesh: Any, kind: AxisType) -> Split:

@@ -1,7 +1,6 @@
 """The mesh axes that split an array, from a sharding that XLA chose."""
 
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pallas_kernels.layout import Splits
-
-_logger = logging.getLogger(__name__)
+from pallas_kernels.logs import log_once
 
 
 def mesh_and_splits(
@@ -33,7 +31,7 @@ def mesh_and_splits(
     """
     if mesh.empty:
         if not all(s.is_fully_replicated for s in shardings):
-            _logger.warning(
+            log_once(
                 "every device computes all tokens, because the program has no mesh; give its "
                 "arguments a NamedSharding, or call it under jax.set_mesh"
             )
@@ -44,10 +42,10 @@ def mesh_and_splits(
         splits = [s for s in many if s is not None]
         if len(splits) == len(many):
             return candidate, splits
-    _logger.warning(
-        "every device gathers the arrays that XLA splits in an order of devices that the mesh %s "
-        "does not have, and computes all of them; split them by jax.lax.with_sharding_constraint",
-        mesh.shape,
+    log_once(
+        "every device gathers the arrays that XLA splits in an order of devices that the mesh "
+        f"{mesh.shape} does not have, and computes all of them; split them by "
+        "jax.lax.with_sharding_constraint"
     )
     many = [splits_of(s, ndim, mesh) for s, ndim in zip(shardings, ndims, strict=True)]
     return mesh, [s or ((),) * ndim for s, ndim in zip(many, ndims, strict=True)]

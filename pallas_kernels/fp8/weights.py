@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.choices import inside_of, log_once
+from pallas_kernels.choices import inside_of
 from pallas_kernels.fp8.casts import cast_part
 from pallas_kernels.fp8.product_kernel import OUT_DTYPES
 from pallas_kernels.fp8.quantize import quantize_both, quantize_both_on_a_mesh
@@ -21,6 +21,7 @@ from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.layout import Split, Weight
+from pallas_kernels.logs import log_once
 from pallas_kernels.mapping import Mask
 from pallas_kernels.partition import axes_of_kind, mesh_of
 from pallas_kernels.protocol import Arrays

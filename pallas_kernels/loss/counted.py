@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from pallas_kernels.choices import log_once
 from pallas_kernels.layout import Place
+from pallas_kernels.logs import log_once
 
 _TILE = 128  # rows of a tile of the products
 

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
+from pallas_kernels.logs import log_once
 from pallas_kernels.loss import by_columns, by_tokens, low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients
 from pallas_kernels.loss.counted import compute_counted

@@ -44,10 +44,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import fall_back_on_a_part, log_once
+from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
+from pallas_kernels.logs import log_once
 from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.mlp.config import MLPConfig

@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from models import attention
 from models.attention import causal_attention
-from pallas_kernels import choices, document_bounds, implementation
+from pallas_kernels import document_bounds, implementation, logs
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.gpu.device import Device
 from support.small_llama import changed, hidden_of, random_tokens
@@ -25,7 +25,7 @@ def on_gpu(monkeypatch):
     """A function that makes a GPU of a compute capability the default device."""
 
     def use(capability):
-        monkeypatch.setattr(choices, "_logged", set())
+        monkeypatch.setattr(logs, "_logged", set())
         device = Device("a GPU", capability, 132)
         for module in (attention, mosaic_gpu):
             monkeypatch.setattr(module, "target_device", lambda: device)

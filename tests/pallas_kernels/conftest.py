@@ -11,7 +11,7 @@ from flax import nnx
 # JAX's caches, so everything that was compiled before would be compiled again.
 from jax.experimental.pallas import tpu  # noqa: F401
 
-from pallas_kernels import choices, tuning
+from pallas_kernels import logs, tuning
 from pallas_kernels.gpu.device import Device
 
 
@@ -24,6 +24,12 @@ def tuned_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     tuning._read.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test sees its own warnings, of which a process has each once."""
+    monkeypatch.setattr(logs, "_logged", set())
+
+
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations choose as for an H100, for tests that trace and compile nothing."""
@@ -31,7 +37,6 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("pallas_kernels.") and hasattr(module, "target_device"):
             monkeypatch.setattr(module, "target_device", lambda: h100)
-    monkeypatch.setattr(choices, "_logged", set())
 
 
 @pytest.fixture(params=["graph_mode", "tree_mode"])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import layout, linear_cross_entropy, linear_log_probs, swiglu_mlp
+from pallas_kernels import linear_cross_entropy, linear_log_probs, swiglu_mlp
 from pallas_kernels.fp8 import RECIPES, fp8_linear, fp8_linears
 from support.numerics import quick_jit
 
@@ -108,7 +108,6 @@ def test_an_axis_that_splits_a_weight_and_no_tokens(
     caplog, fn, weights, of_x, of_weights, warns, kind
 ):
     """0.5 s each."""
-    layout._warn_of_repeated_work.cache_clear()
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
     struct = lambda a, spec: jax.ShapeDtypeStruct(
         a.shape, a.dtype, sharding=NamedSharding(mesh, spec)

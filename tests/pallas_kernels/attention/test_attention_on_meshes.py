@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import document_attention, document_bounds, layout
+from pallas_kernels import document_attention, document_bounds
 from pallas_kernels.attention.reference import attention_reference
 from pallas_kernels.implementation import Implementation
 from support.attention_formulas import emulate, exact_value_and_gradients
@@ -29,7 +29,6 @@ KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 @pytest.fixture(autouse=True)
 def no_kernels_needed(monkeypatch, fresh_operations):
     emulate(monkeypatch)
-    layout.warn_of_idle_axes.cache_clear()
 
 
 def segment_ids() -> np.ndarray:
