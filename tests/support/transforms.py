@@ -436,13 +436,18 @@ def run_all(
 
 
 def table() -> str:
-    """The matrix as docs/transforms.md shows it."""
-    rows = [
-        ["transformation", *(f"`{name}`" for name in OPERATIONS)],
-        ["---"] * (1 + len(OPERATIONS)),
-    ]
-    rows += [[name, *(_cell(MATRIX[name][o]) for o in OPERATIONS)] for name in MATRIX]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    """The matrix as docs/transforms.md shows it.
+
+    Operations with the same outcomes share a column, and rows in which one raises come first.
+    """
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for operation in OPERATIONS:
+        outcomes = tuple(_cell(MATRIX[name][operation]) for name in MATRIX)
+        columns.setdefault(outcomes, []).append(f"`{operation}`")
+    rows = sorted(zip(MATRIX, *columns, strict=True), key=lambda row: set(row[1:]) == {WORKS})
+    heads = ["transformation", *(", ".join(operations) for operations in columns.values())]
+    table_rows = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in table_rows)
 
 
 def _cell(outcomes: dict[str, str]) -> str:
