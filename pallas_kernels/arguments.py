@@ -1,6 +1,7 @@
 """Checks of arguments that the operations share. Each error names the argument and the remedy."""
 
 import math
+import numbers
 import operator
 from typing import Any, TypeAliasType, get_args
 
@@ -87,21 +88,38 @@ def check_choice(name: str, value: Any, choices: TypeAliasType) -> None:
 
 
 def number(name: str, value: Any, *, remedy: str) -> float:
-    """The value, an integer or a float of Python, or of an array without axes, as a float.
+    """The value, a real number of Python or of an array without axes, as a float.
 
     Raises:
       TypeError: The value is no such number, or JAX traces it.
+      ValueError: The value is finite and not 0, and its magnitude is no normal number of float32,
+        in which operations compute.
     """
-    try:
-        # Python makes a float of texts, bools and bytes, too, and NumPy of complex numbers, and of
-        # an array of one element, whatever its axes are.
-        dtype = getattr(value, "dtype", type(value))
+    # Python makes a float of texts, bools and bytes, too, and NumPy of complex numbers, and of an
+    # array of one element, whatever its axes are.
+    if (dtype := getattr(value, "dtype", None)) is None:
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    else:
         is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-        if is_real and not getattr(value, "ndim", 0):
-            return float(value)
-    except TypeError:  # a tracer's error is one
-        pass
-    raise TypeError(f"{name} must be a number, got {_got(value)}; {remedy}")
+        is_real = is_real and not getattr(value, "ndim", 0)
+    found = None
+    if is_real:
+        try:
+            found = float(value)
+        except OverflowError:  # of an integer
+            found = math.inf
+        except TypeError:  # of a tracer, a ShapeDtypeStruct or a dtype
+            pass
+    if found is None:
+        raise TypeError(f"{name} must be a number, got {_got(value)}; {remedy}")
+    limits = jnp.finfo(jnp.float32)
+    least, most = float(limits.tiny), float(limits.max)
+    if found and math.isfinite(found) and not least <= abs(found) <= most:
+        raise ValueError(
+            f"{name}={value!r} must be 0 or have a magnitude from {least:.3g} to {most:.3g}, "
+            f"because it becomes a float32; {remedy}"
+        )
+    return found
 
 
 def _got(value: Any) -> str:
@@ -112,32 +130,24 @@ def _got(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str) -> None:
-    """Raises unless the value is a finite number of at least `least`, also as a float32.
+    """Raises unless the value is a finite number of at least `least`.
 
     Raises:
       TypeError: The value is no number, or JAX traces it.
-      ValueError: The value is NaN, infinite or too small, or float32 makes it infinite or 0.
+      ValueError: The value is NaN, infinite or too small, or `number` does not take it.
     """
     found = number(name, value, remedy=remedy)
     if not (math.isfinite(found) and found >= least):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name}={value!r} must be a finite number{bound}; {remedy}")
-    limits = jnp.finfo(jnp.float32)
-    smallest, largest = float(limits.tiny), float(limits.max)
-    if found and not smallest <= abs(found) <= largest:
-        sign = "-" if found < 0 else ""
-        raise ValueError(
-            f"{name}={value!r} must be from {sign}{smallest:.3g} to {sign}{largest:.3g}, because "
-            f"it becomes a float32; {remedy}"
-        )
 
 
 def positive_number(name: str, value: Any, *, remedy: str) -> float:
-    """The value, with which operations compute in float32, as a float.
+    """The value as a float.
 
     Raises:
       TypeError: The value is no number, or JAX traces it.
-      ValueError: The value is not finite and above 0, or is so only with more bits than float32.
+      ValueError: The value is not finite and above 0, or `number` does not take it.
     """
     found = number(name, value, remedy=remedy)
     if not found > 0:

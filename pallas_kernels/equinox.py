@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from pallas_kernels.arguments import as_array, check_sizes
+from pallas_kernels.arguments import check_sizes
 from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -222,4 +222,4 @@ class LinearCrossEntropy(eqx.Module):
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
         softcap = dict(self.loss_options).get("logit_softcap")
-        return logits_of_head(as_array("x", x), self.weight, self.bias, "vd", softcap)
+        return logits_of_head(x, self.weight, self.bias, "vd", softcap)

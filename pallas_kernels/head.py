@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.loss.token_loss import softcapped, with_bias
@@ -48,7 +49,15 @@ def logits_of_head(
     layout: WeightLayout,
     softcap: float | None,
 ) -> Float[Array, "*T V"]:
-    """The logits of the loss in float32, with operands in the dtype of `x`."""
+    """The logits of the loss in float32, with operands in the dtype of `x`.
+
+    Raises:
+      TypeError: The dtype of `x` is not floating or has less than 16 bits.
+      ValueError: `x` and `weight` disagree in D.
+    """
+    (x,) = floating_arrays(x=x, least_bits=BITS_OF_PRODUCTS)
+    if x.shape[-1:] != (weight.shape[layout.index("d")],):
+        raise ValueError(f"x {x.shape} and weight {weight.shape} ({layout}) must agree in D")
     z = jnp.einsum(
         f"...d,{layout}->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32
     )

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import math
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
 from typing import Any
 
 import chex
@@ -138,6 +141,14 @@ def test_layers_say_it_too(unchecked_shapes):
         AddRMSNorm(8)(x, no_array)
 
 
+def test_the_logits_of_a_head_are_of_floating_tokens_of_its_size(unchecked_shapes):
+    head = LinearCrossEntropy(8, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="x is int32, not a floating dtype"):
+        head.logits(jnp.ones((3, 8), int))
+    with pytest.raises(ValueError, match=r"x \(3, 7\) and weight \(8, 16\) \(dv\) must agree in D"):
+        head.logits(jnp.ones((3, 7)))
+
+
 NAN, INF = math.nan, math.inf
 NORMS = ("rms_norm", "add_rms_norm", "sharded_add_rms_norm")
 LOSS = ("linear_cross_entropy",)
@@ -147,10 +158,10 @@ OPTIONS = [
       for value in (NAN, INF, -1.0)),
     (NORMS, "eps", "1", TypeError, "eps must be a number, got '1'"),
     *((NORMS, "eps", value, TypeError, "eps must be a number, got ")
-      for value in (None, True, np.True_, b"1", np.complex64(1))),
-    *((NORMS, "eps", value, ValueError, r"eps=.* must be from 1.18e-38 to 3.4e\+38, because it")
+      for value in (None, True, np.True_, b"1", np.complex64(1), Decimal("1"), jnp.float32)),
+    *((NORMS, "eps", value, ValueError, r"eps=.* magnitude from 1.18e-38 to 3.4e\+38, because it")
       for value in (1e-50, 1e300)),
-    (NORMS, "weight_offset", -1e-50, ValueError, r".*-50 must be from -1.18e-38 to -3.4e\+38, be"),
+    (NORMS, "weight_offset", -1e-50, ValueError, r".*-50 must be 0 or have a magnitude"),
     (NORMS, "weight_offset", NAN, ValueError, "weight_offset=nan must be a finite number;"),
     (NORMS, "weight_offset", -INF, ValueError, "weight_offset=-inf must be a finite number;"),
     (NORMS, "casting", "fp8", ValueError, "casting='fp8' must be one of"),
@@ -164,6 +175,8 @@ OPTIONS = [
       for value in (NAN, INF, -0.1)),
     (LOSS, "z_loss", None, TypeError, "z_loss must be a number, got None; 0.0 is none"),
     (LOSS, "z_loss", 1e-50, ValueError, "z_loss=1e-50 must be .* a float32; 0.0 is none"),
+    (LOSS, "z_loss", 10**400, ValueError, "z_loss=10+ must be a finite number of at least 0"),
+    (LOSS, "label_smoothing", 1e-50, ValueError, "label_smoothing=1e-50 must be .* a float32"),
     (LOSS, "label_smoothing", "a", TypeError, "label_smoothing must be a number, got 'a'"),
     (LOSS, "logit_softcap", INF, ValueError, "logit_softcap=inf .*; None turns the cap off"),
     (LOSS, "logit_softcap", 1e39, ValueError, r"logit_softcap=1e\+39 must be .* float32; None"),
@@ -210,6 +223,18 @@ def test_launch_parameters_of_another_type(unchecked_shapes, operation):
 def test_recipes_that_are_refused_when_they_are_made(unchecked_shapes, name, value, error):
     with pytest.raises(error, match=rf"^{name}.* must be "):
         dataclasses.replace(RECIPES["rowwise"], **{name: value})
+
+
+class _Float(float):
+    """As the numbers of a YAML file that keeps their text."""
+
+
+def test_numbers_of_other_classes(unchecked_shapes):
+    values = [1, IntEnum("Number", {"ONE": 1}).ONE, Fraction(1), _Float(1.0), np.float16(1)]
+    values += [np.int8(1), jnp.bfloat16(1), jnp.float32(1)]
+    outs = [call("rms_norm", eps=value) for value in values]
+    for out in outs[1:]:
+        chex.assert_trees_all_equal(out, outs[0])
 
 
 def test_an_option_that_is_traced(unchecked_shapes):

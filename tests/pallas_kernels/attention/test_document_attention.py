@@ -242,7 +242,11 @@ OF_KEYS = r"k and v must be \[B, S, K, H\] for q \(1, 8, 4, 16\), where K divide
             ValueError,
             r"scale=1e\+39 must be .* to 3.4e\+38, because .* float32; N",
         ),
-        ({"scale": 1e-46}, ValueError, "scale=1e-46 must be from 1.18e-38 to"),
+        (
+            {"scale": 1e-46},
+            ValueError,
+            "scale=1e-46 must be 0 or have a magnitude from 1.18e-38 to",
+        ),
         ({"scale": "1"}, TypeError, "scale must be a number, got '1'"),
         ({"scale": np.ones(1)}, TypeError, r"scale must be a number, got array\(\[1.\]\); None"),
         ({"implementation": "cudnn"}, ValueError, "'cudnn' must be None or one of"),
