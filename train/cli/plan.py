@@ -37,6 +37,7 @@ from train.planner.target import (
 )
 from train.ranges import POSITIVE, SIZE
 from train.setup import check_batch_size
+from train.teacher import check_teacher
 
 # The largest batch that is tried. Larger ones are hardly faster: a 1B model computes for seconds on
 # 64 rows of 4096 tokens.
@@ -48,6 +49,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Raises:
       FlagError: A flag is wrong, or the compilers are missing.
+      FolderError: The teacher does not fit the model, its rows or the mesh, or cannot be read.
       ValueError: There is no such GPU, or the flags contradict each other or the devices.
       PlanError: No configuration fits.
     """
@@ -172,6 +174,8 @@ def _config_and_targets(
         sizes = dataclasses.replace(config.mesh, tensor=tensor)
         sizes = _all_sizes(sizes, len(devices), fixed_fsdp="--mesh.fsdp" in given)
         mesh = make_mesh(**dataclasses.asdict(sizes), devices=devices)
+        if config.objective == "distill":
+            check_teacher(dataclasses.replace(config, mesh=sizes))
         targets[sizes] = (
             target_elsewhere(chip, mesh, memory_bytes) if chip else target_here(mesh, memory_bytes)
         )

@@ -1,5 +1,6 @@
 """`python -m train plan`: its flags, what it prints, and its errors."""
 
+import dataclasses
 import pathlib
 import re
 import subprocess
@@ -7,9 +8,13 @@ import sys
 
 import jax
 import pytest
+from flax import nnx
 
 import train.cli.plan
 import train.loop
+from models.llama import Llama
+from models.llama_hf import save_pretrained
+from support import tiny_run
 from support.plan_measures import Measures
 from train.__main__ import main
 from train.planner import aot
@@ -101,6 +106,25 @@ def test_command_compares_meshes(command):
 def test_mistakes_in_the_command(command, arguments, status, message):
     got, _, error = command(arguments)
     assert got == status and message in re.sub(r"[\s│]+", " ", error), error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tensor 1 2", r"has 1 key/value heads?, which mesh\.tensor=2 does not divide"),
+        ("--data.sequence-length 65", "has 64 positions, fewer than the 65 tokens of a row"),
+        ("--model.vocab-size 512", "has a vocabulary of 320 tokens, and the model one of 512"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_named(command, tmp_path, arguments, message):
+    model = dataclasses.replace(tiny_run.MODEL, num_hidden_layers=1)
+    save_pretrained(Llama(model, rngs=nnx.Rngs(0)), tmp_path / "teacher")
+    teacher = f"--objective distill --distill.teacher {tmp_path / 'teacher'}"
+    flags = f"--device h100 --num-devices 4 {teacher} --data.sequence-length 32 --sample-tokens 0"
+    assert command(flags)[0] == 0
+    status, out, error = command(f"{flags} {arguments}")
+    assert (status, out) == (2, "")
+    assert re.search(rf"error: the teacher in \S+/teacher {message}", error), error
 
 
 def test_help_documents_every_flag(command):
