@@ -157,9 +157,13 @@ class LlamaConfig:
         _check_whole("head_dim", self.head_dim, 0)
         if self.sliding_window is not None:
             _check_whole("sliding_window", self.sliding_window, 1)
-        # NaN is outside of both ranges.
-        if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
-            raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be finite and at least 0")
+        # NaN is outside of all ranges. The norms compute in float32.
+        least, most = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+        if self.rms_norm_eps != 0 and not least <= self.rms_norm_eps <= most:
+            raise ValueError(
+                f"rms_norm_eps={self.rms_norm_eps!r} must be 0, or from {least:.3g} to {most:.3g}, "
+                "the normal numbers of float32"
+            )
         if not 0 <= self.initializer_range <= 1:
             raise ValueError(
                 f"initializer_range={self.initializer_range!r} must be from 0 to 1; transformers "

@@ -14,6 +14,7 @@ from models.config import LlamaConfig
 from models.presets import PRESETS as MODELS
 from pallas_kernels.gpu.device import target_device
 from train import xla_flags
+from train.formats import number_of
 from train.objective_config import NO_DISTILL, NO_DPO, DistillConfig, DPOConfig, check_objective
 from train.ranges import (
     BELOW_ONE,
@@ -98,8 +99,8 @@ class DataConfig:
             )
         if self.weights and len(self.weights) != len(self.path):
             raise ValueError(
-                f"weights={self.weights}: {len(self.weights)} weights for {len(self.path)} paths; "
-                "give each path a weight"
+                f"weights={self.weights}: {number_of(len(self.weights), 'weight')} for "
+                f"{number_of(len(self.path), 'path')}; give each path a weight"
             )
         if not self.text_field:
             raise ValueError("text_field='' must be the name of a field, as in 'text'")

@@ -3,10 +3,14 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 # The largest values that the programs have room for: an int32 counts steps and tokens, and XLA
 # turns a larger float into infinity.
 _MOST_INT = 2**31 - 1
 _MOST_FLOAT = 3.4e38
+# float32 has no normal number between it and 0, and the operations of `pallas_kernels` refuse one.
+_LEAST_FLOAT = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +24,14 @@ class Range:
     def holds(self, value: int | float) -> bool:
         """Whether a number is in the range; NaN never is."""
         return self.least <= value and (value < self.most if self.below else value <= self.most)
+
+    def fault(self, value: int | float) -> str | None:
+        """Why a number cannot be used, as "must ..."; None if it can be."""
+        if not self.holds(value):
+            return f"must lie in {self}"
+        if 0 < value < _LEAST_FLOAT:
+            return f"must be 0 or at least {_LEAST_FLOAT:.3g}, the smallest normal float32"
+        return None
 
     def __str__(self) -> str:
         return f"[{self.least}, {self.most}{')' if self.below else ']'}"
@@ -49,13 +61,15 @@ def check_ranges(config: Any, **ranges: Range) -> None:
         must be in the range.
 
     Raises:
-      ValueError: A field is out of its range; the message has its name, value and range.
+      ValueError: A field is out of its range, or a positive number that is too small for float32.
+        The message has the field's name and value, and the range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
         entries = value if isinstance(value, tuple) else (value,)
-        if not all(entry is None or allowed.holds(entry) for entry in entries):
-            raise ValueError(f"{name}={value} must lie in {allowed}")
+        for entry in entries:
+            if entry is not None and (fault := allowed.fault(entry)):
+                raise ValueError(f"{name}={value} {fault}")
 
 
 def check_folder_name(name: str) -> None:

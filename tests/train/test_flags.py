@@ -119,7 +119,12 @@ def test_flags_override_the_preset():
         ("--steps 5", r"^--optimizer\.warmup-steps: .*warmup_steps=20.*steps=5"),
         ("--data.source stdlib --data.path a", "^--data.source stdlib has no effect with"),
         ("--model.dtype float64", r"^--model\.dtype: dtype='float64' must be one of bfloat16"),
-        ("--data.weights 1 2 --data.path a", r"^--data\.weights: .*2 weights for 1 paths"),
+        ("--z-loss 1e-40", r"^--z-loss: z_loss=1e-40 must be 0 or at least 1\.18e-38"),
+        (
+            "--model.rms-norm-eps 1e-40",
+            r"^--model\.rms-norm-eps: .*=1e-40 must be 0, or from 1\.18",
+        ),
+        ("--data.weights 1 2 --data.path a", r"^--data\.weights: .*2 weights for 1 path;"),
         ("--data.weights 3 --data.path a", r"^--data\.weights 3\.0 has no effect.* one path"),
         ("--checkpoint.keep 2", r"^--checkpoint\.keep 2 has no effect without --checkpoint\.every"),
         (
@@ -175,7 +180,7 @@ def test_unknown_preset():
         ("data", {"batch_size": -1}, "batch_size=-1"),
         ("data", {"accumulation_steps": 0}, "accumulation_steps=0"),
         ("data", {"held_out_fraction": 1.0}, r"held_out_fraction=1\.0 .*\[0, 1\)"),
-        ("data", {"path": (Path("a"),), "weights": (1.0, 2.0)}, "2 weights for 1 paths"),
+        ("data", {"path": (Path("a"),), "weights": (1.0, 2.0)}, "2 weights for 1 path;"),
         ("data", {"path": (Path("a"),), "weights": (0.0,)}, r"weights=\(0\.0,\) must lie in"),
         ("data", {"text_field": ""}, "text_field=''"),
         ("data", {"batch_size": 2**30, "sequence_length": 8}, r"below 2\*\*31 tokens"),
@@ -242,6 +247,12 @@ def test_unknown_preset():
 def test_values_out_of_range_are_printed(part, changes, message):
     with pytest.raises(ValueError, match=message):
         changed(CONFIG, part, changes)
+
+
+def test_numbers_may_be_zero():
+    config = parse_command_line(["--z-loss", "0", "--model.rms-norm-eps", "0"])
+    assert config.z_loss == config.model.rms_norm_eps == 0
+    changed(CONFIG, "", {"z_loss": 1.2e-38})
 
 
 def test_derived_sizes():

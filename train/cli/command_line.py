@@ -193,8 +193,8 @@ def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], int
         except ValueError as error:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from error
-        if not allowed.holds(value):
-            raise argparse.ArgumentTypeError(f"{text} must lie in {allowed}")
+        if fault := allowed.fault(value):
+            raise argparse.ArgumentTypeError(f"{text} {fault}")
         return value
 
     return parse

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64
 
 from train.data.packing import Batch, PackedDataset, filled_up, walk
+from train.formats import number_of
 
 _PERIOD = 10_000
 
@@ -32,8 +33,9 @@ class MixtureDataset:
     def __post_init__(self):
         if not 1 <= len(self.sources) == len(self.weights) <= _PERIOD:
             raise ValueError(
-                f"{len(self.weights)} weights for {len(self.sources)} sources; give 1 to "
-                f"{_PERIOD:,} sources, each with a weight"
+                f"{number_of(len(self.weights), 'weight')} for "
+                f"{number_of(len(self.sources), 'source')}; give 1 to {_PERIOD:,} sources, each "
+                "with a weight"
             )
         # A sum that overflows makes every share 0.
         if not (all(weight > 0 for weight in self.weights) and math.isfinite(sum(self.weights))):
