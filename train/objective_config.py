@@ -64,9 +64,13 @@ def check_objective(config: Any) -> None:
     objective = config.objective
     for name, default in (("dpo", NO_DPO), ("distill", NO_DISTILL)):
         if objective != name and (given := getattr(config, name)) != default:
+            fields = [field.name for field in dataclasses.fields(given)]
+            different = [f for f in fields if getattr(given, f) != getattr(default, f)]
+            flags = [f"--{name}.{f.replace('_', '-')} {getattr(given, f)}" for f in different]
+            are, them = ("is", "it") if len(flags) == 1 else ("are", "them")
             raise ValueError(
-                f"{given} is for objective={name!r}, not {objective!r}; leave it out, or choose "
-                "that objective"
+                f"{' and '.join(flags)} {are} for --objective {name}, not {objective}; leave "
+                f"{them} out, or set --objective {name}"
             )
     if objective != "sft" and config.z_loss:
         raise ValueError(

@@ -16,6 +16,7 @@ from models.llama_hf import read_config
 from train import data
 from train.config import TrainConfig
 from train.errors import FolderError, text_of
+from train.formats import number_of
 from train.hf_folder import (
     check_finite,
     has_tokenizer,
@@ -62,8 +63,8 @@ def check_teacher(config: TrainConfig) -> None:
     heads, tensor = teacher.num_key_value_heads, config.mesh.tensor
     if heads % tensor:
         raise FolderError(
-            f"the teacher in {folder} has {heads} key/value heads, which mesh.tensor={tensor} does "
-            f"not divide; take mesh.tensor={math.gcd(heads, tensor)}"
+            f"the teacher in {folder} has {number_of(heads, 'key/value head')}, which "
+            f"mesh.tensor={tensor} does not divide; take mesh.tensor={math.gcd(heads, tensor)}"
         )
     if config.data.is_packed:
         _check_tokenizer(config, folder)

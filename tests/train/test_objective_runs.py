@@ -176,8 +176,15 @@ def test_label_weight_adds_the_loss_of_the_labels(folder, tmp_path):
             "--objective dpo --data.path {pairs} --data.text-field x",
             r"data\.text_field='x' is not for the preferences",
         ),
-        ("--dpo.beta 0.2", r"DPOConfig\(beta=0\.2\) is for objective='dpo', not 'sft'"),
-        ("--distill.teacher x", r"DistillConfig.* is for objective='distill', not 'sft'"),
+        (
+            "--dpo.beta 0.2",
+            r"error: --dpo\.beta 0\.2 is for --objective dpo, not sft; leave it out, or set --obj",
+        ),
+        (
+            "--distill.teacher x --distill.label-weight 0.5",
+            r"error: --distill\.teacher x and --distill\.label-weight 0\.5 are for --objective "
+            r"distill, not sft; leave them out, or set --objective distill",
+        ),
         ("--objective distill", r"objective='distill' needs a teacher; .* --distill\.teacher"),
         ("--objective distill --distill.teacher nowhere", r"nowhere.*config\.json"),
         (
@@ -204,7 +211,7 @@ def test_settings_that_do_not_go_together(flags, message, folder, capsys):
 def test_the_heads_of_a_teacher_must_split(folder, tmp_path):
     config = config_of("distill", folder, tmp_path)
     config = dataclasses.replace(config, mesh=MeshConfig(tensor=2))
-    message = r"teacher has 1 key/value heads, which mesh\.tensor=2 does not divide; .*tensor=1"
+    message = r"teacher has 1 key/value head, which mesh\.tensor=2 does not divide; .*tensor=1"
     with pytest.raises(FolderError, match=message):
         check_teacher(config)
 
@@ -314,7 +321,7 @@ def test_the_planner_counts_what_the_objective_holds(objective, folder, tmp_path
 def test_a_pair_stays_on_one_device(folder, tmp_path):
     config = config_of("dpo", folder, tmp_path)
     assert mesh_of(dataclasses.replace(config, data=rows(config, 16))).size == 8
-    with pytest.raises(ValueError, match=r"batch_size=8 .* 8 devices .*, times the 2 rows"):
+    with pytest.raises(ValueError, match=r"-size 8 .* 8 devices .*, times the 2 rows .*; take 16"):
         mesh_of(config)
 
 

@@ -111,7 +111,7 @@ def test_mistakes_in_the_command(command, arguments, status, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--tensor 1 2", r"has 1 key/value heads?, which mesh\.tensor=2 does not divide"),
+        ("--tensor 1 2", r"has 1 key/value head, which mesh\.tensor=2 does not divide"),
         ("--data.sequence-length 65", "has 64 positions, fewer than the 65 tokens of a row"),
         ("--model.vocab-size 512", "has a vocabulary of 320 tokens, and the model one of 512"),
     ],
