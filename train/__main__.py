@@ -62,6 +62,8 @@ def _train(arguments: list[str], *, debug: bool) -> None:
                 config = with_ids_of_text(parse_command_line(arguments), arguments)
                 try:
                     setup.mesh_of(config)
+                except FlagError:  # which names its flag
+                    raise
                 except ValueError as error:
                     raise FlagError(f"--mesh: {error}") from error
                 with naming(config.runs_dir / config.name):

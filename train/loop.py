@@ -42,6 +42,7 @@ from train.setup import (
     CompiledSteps,
     Datasets,
     batch_on_devices,
+    check_dtype,
     compile_steps,
     first_state,
     mesh_of,
@@ -76,10 +77,11 @@ def run(config: TrainConfig) -> Path:
         configuration.
       DataError: The text or the tokenizer cannot be used.
       PlanError: `remat="auto"`, and no policy fits.
-      ValueError: The mesh does not fit the devices, the batch or the model, or the model needs FP8,
-        which the devices do not have.
+      ValueError: The mesh does not fit the devices, the batch or the model, or the model needs FP8
+        or float16, which the devices do not have.
     """
     mesh = mesh_of(config)
+    check_dtype(config)
     tracking.check_installed(config)
     if config.model.fp8:
         check_fp8(config.model.fp8)
@@ -383,9 +385,11 @@ class _Loop:
         config = self._config
         batch = step_batch(config, self._datasets.train, step - 1)
         folder = save_failed_step(self._writer.run_dir, config, step, self._state.params, batch)
+        limit = config.max_skipped_steps
+        skipped = "a step was" if limit == 1 else f"{limit} steps in a row were"
         raise RunError(
-            f"{config.max_skipped_steps} steps in a row were skipped; to see what is wrong with "
-            f"the last: python -m train replay {folder}"
+            f"{skipped} skipped; to see what is wrong with the last: python -m train replay "
+            f"{folder}"
         )
 
     def _evaluate(self, step: int) -> float | None:

@@ -14,6 +14,7 @@ from models.llama import Llama
 from models.llama_hf import save_pretrained
 from models.sampling import generate
 from train import data
+from train.checkpoints.files import steps_in
 from train.config import TrainConfig
 from train.distributed import gathered, is_first
 from train.errors import naming
@@ -29,15 +30,29 @@ type Writer = metrics.MetricsWriter | metrics.SilentWriter
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:
-    """Makes `runs_dir/name`, or the first of `name-2`, `name-3`, ... that does not exist."""
+    """Makes `runs_dir/name`, or the first of `name-2`, `name-3`, ... that does not exist.
+
+    If the name has a number, it prints why, and how a run with checkpoints goes on.
+    """
     candidates = (name if number == 1 else f"{name}-{number}" for number in range(1, 10**6))
     for candidate in candidates:
         with contextlib.suppress(FileExistsError):
             (runs_dir / candidate).mkdir(parents=True)
+            if candidate != name:
+                _tell_of_number(runs_dir / name, runs_dir / candidate)
             return runs_dir / candidate
     raise FileExistsError(
         f"{runs_dir / name} and a million numbered folders exist; choose a --name"
     )
+
+
+def _tell_of_number(taken: Path, run_dir: Path) -> None:
+    text = f"{taken} exists, so this run is {run_dir}"
+    if steps := steps_in(taken / "checkpoints"):
+        text += (
+            f" and starts at step 0; --checkpoint.every N resumes {taken} after step {max(steps)}"
+        )
+    print(text, flush=True)
 
 
 def remove_if_empty(run_dir: Path) -> None:

@@ -24,6 +24,7 @@ from train.config import TrainConfig
 from train.data import PairDataset
 from train.distributed import Watchdog, gathered, is_first, to_devices
 from train.errors import RunError, naming
+from train.formats import number_of
 from train.objectives import sequence_log_probs
 from train.reporting.rows import write_whole
 from train.setup import Datasets
@@ -97,7 +98,8 @@ def _computed(
     )
     start, found = time.perf_counter(), {}
     number = sum(map(len, needed.values()))
-    print(f"reference: log-probabilities of {number:,} preferences, before the first step")
+    of_them = number_of(number, "preference")
+    print(f"reference: log-probabilities of {of_them}, before the first step")
     for name, pairs in needed.items():
         dataset = getattr(datasets, name)
         on_devices, on_host = [], []
@@ -110,10 +112,10 @@ def _computed(
         of_pairs = np.concatenate(on_host).reshape(-1, 2)[: len(pairs)]
         found[name] = np.full((dataset.num_pairs, 2), np.nan, np.float32)
         found[name][pairs] = of_pairs
-        if not np.all(np.isfinite(of_pairs)):
+        if num_wrong := int(np.sum(~np.isfinite(of_pairs))):
             raise RunError(
-                f"the reference gives {np.sum(~np.isfinite(of_pairs))} completions a probability "
-                "that is not finite; start from another model with --init-from"
+                f"the reference gives {number_of(num_wrong, 'completion')} a probability that is "
+                "not finite; start from another model with --init-from"
             )
     print(f"reference: took {time.perf_counter() - start:.1f} s")
     return found

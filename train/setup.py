@@ -16,6 +16,7 @@ from pallas_kernels.choices import Explanation, recording
 from train import data
 from train.config import TrainConfig
 from train.distributed import of_first, rows_to_devices, to_devices
+from train.flag_errors import FlagError
 from train.hf_folder import check_finite, load_params
 from train.planner.cache import cached
 from train.planner.plan import Programs, plan, table, with_policies, with_remat
@@ -75,7 +76,12 @@ def mesh_of(config: TrainConfig) -> Mesh:
     """
     data_axis, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     if data_axis == -1:
-        data_axis = max(1, jax.device_count() // (fsdp * tensor))
+        data_axis, rest = divmod(jax.device_count(), fsdp * tensor)
+        if rest:
+            raise ValueError(
+                f"fsdp={fsdp} times tensor={tensor} must divide the number of devices, "
+                f"{jax.device_count()}; choose other sizes"
+            )
     mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
     num_parts = data_axis * fsdp
     check_batch_size(config, num_parts)
@@ -88,18 +94,32 @@ def mesh_of(config: TrainConfig) -> Mesh:
     return mesh
 
 
+def check_dtype(config: TrainConfig) -> None:
+    """Checks that the devices compute in the dtype of a model.
+
+    Raises:
+      FlagError: XLA has no product of float16 with sums in float32 for a CPU.
+    """
+    if config.model.dtype == "float16" and jax.default_backend() == "cpu":
+        raise FlagError(
+            "--model.dtype float16 cannot be computed on a CPU, where XLA multiplies no float16 "
+            "with sums in float32; take bfloat16 or float32"
+        )
+
+
 def check_batch_size(config: TrainConfig, num_parts: int) -> None:
     """Checks that a batch can be split over `num_parts` devices, data * fsdp.
 
     Raises:
-      ValueError: A device would have a part of an example.
+      FlagError: A device would have a part of an example.
     """
-    rows, of_example = config.data.batch_size, config.rows_of_example
-    if rows % (of_example * num_parts):
-        pairs = f", times the {of_example} rows of a preference" if of_example > 1 else ""
-        raise ValueError(
-            f"batch_size={rows} must be a multiple of the {num_parts} devices that share its rows, "
-            f"data * fsdp{pairs}"
+    rows, multiple = config.data.batch_size, config.rows_of_example * num_parts
+    if rows % multiple:
+        pairs = f", times the {config.rows_of_example} rows of a preference"
+        raise FlagError(
+            f"--data.batch-size {rows} must be a multiple of the {num_parts} devices that share "
+            f"its rows, data * fsdp{pairs if config.rows_of_example > 1 else ''}; take "
+            f"{multiple * -(-rows // multiple)}"
         )
 
 

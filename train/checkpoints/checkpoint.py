@@ -40,6 +40,7 @@ from train.checkpoints.files import (
 from train.config import TrainConfig
 from train.distributed import all_say, is_first
 from train.errors import RunError, one_line
+from train.formats import number_of
 from train.reporting.metrics import jsonable
 from train.step import TrainState
 
@@ -74,6 +75,12 @@ _BY_CONTENT = {
     "data.path": "corpus.path",
     "data.held_out_path": "corpus.held_out_path",
     "data.tokenizer": "corpus.tokenizer",
+}
+
+# Hashes of text, which are too long to show.
+_TEXTS = {
+    "corpus.path": "other text in data.path",
+    "corpus.held_out_path": "other text in data.held_out_path",
 }
 
 
@@ -118,7 +125,7 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
     old = flatten_dict(content["config"] | {"corpus": corpus}, sep=".")
     new = flatten_dict(jsonable(config) | {"corpus": jsonable(data)}, sep=".")
     differences = {
-        name: f"{name} {old.get(name)!r}, now {new.get(name)!r}"
+        name: _TEXTS.get(name) or f"{name} {old.get(name)!r}, now {new.get(name)!r}"
         for name in sorted(old | new)
         if old.get(name) != new.get(name)
         and not any(f"{name}.".startswith(f"{exempt}.") for exempt in MAY_CHANGE)
@@ -129,11 +136,13 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
         if name in differences and old.get(content) == new.get(content) is not None
     ]
     if differences:
-        raise RunError(
-            f"{run_dir} was started with {'; '.join(differences.values())}. Go on with the "
-            "old values, or choose another --name; to go on with the new values, write them into "
-            f"{path} (corpus is its field 'data')"
-        )
+        remedy = "Go on with the old values, or choose another --name"
+        if not differences.keys() & _TEXTS.keys():
+            where = ""
+            if any(name.startswith("corpus.") for name in differences):
+                where = " (corpus is its field 'data')"
+            remedy += f"; to go on with the new values, write them into {path}{where}"
+        raise RunError(f"{run_dir} was started with {'; '.join(differences.values())}. {remedy}")
     if moved and is_first():
         print(f"{run_dir}: {'; '.join(moved)}, with the same content, so the run goes on")
 
@@ -401,7 +410,8 @@ def _compare(arrays: dict[str, Any], checksums: Mapping[str, int]) -> None:
     got = jax.device_get(_checksums(arrays))
     wrong = [name for name, value in got.items() if checksums[name] != value]
     if wrong:
-        raise ValueError(f"{len(wrong)} arrays differ from their checksums, first {wrong[0]}")
+        number = number_of(len(wrong), "array")
+        raise ValueError(f"the checksum is wrong in {number}, first in {wrong[0]}")
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

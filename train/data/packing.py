@@ -56,7 +56,7 @@ class PackedDataset:
             raise DataError(
                 f"{number_of(len(self.tokens), 'token')} in {number_of(len(offsets), 'document')} "
                 f"cannot fill one row of sequence_length={self.sequence_length} (which needs "
-                f"{self.sequence_length + 1}); use more text or a shorter sequence"
+                f"{self.sequence_length + 1}); use more text or a shorter --data.sequence-length"
             )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] >= len(self.tokens):
             raise ValueError(
@@ -154,8 +154,9 @@ class PackedDataset:
         if not 1 <= batch_size <= self.num_rows:
             raise DataError(
                 f"{batch_size=} must be between 1 and {self.num_rows}, the number of rows that "
-                f"{len(self.tokens)} tokens make at sequence_length={self.sequence_length}; use "
-                "more text, a smaller batch or a shorter sequence"
+                f"{number_of(len(self.tokens), 'token')} make at "
+                f"sequence_length={self.sequence_length}; use more text, a smaller "
+                "--data.batch-size or a shorter --data.sequence-length"
             )
         return self.expand(self.shuffled(walk(step, batch_size, seed, rows), seed))
 

@@ -95,9 +95,10 @@ def open_files(
     train_data = _mixed(config, config.path, entries, "train", config.weights)
     if train_data.num_rows < config.rows_per_step:
         raise DataError(
-            f"{', '.join(map(str, config.path))}: {train_data.num_rows} rows of "
-            f"{config.sequence_length} tokens, fewer than the {config.rows_per_step} rows of a "
-            "step; use more text, a smaller --data.batch-size or a shorter --data.sequence-length"
+            f"{', '.join(map(str, config.path))}: {number_of(train_data.num_rows, 'row')} of "
+            f"{number_of(config.sequence_length, 'token')}, fewer than the {config.rows_per_step} "
+            "rows of a step; use more text, a smaller --data.batch-size or a shorter "
+            "--data.sequence-length"
         )
     held_out = None
     if evaluates and held_out_entries:
@@ -163,7 +164,7 @@ def open_preferences(
     if evaluates:
         held_out = pairs("held_out", held_out_entries or entries)
         if not held_out.num_pairs:
-            raise DataError(f"no preferences are held out; {_HELD_OUT_REMEDY}")
+            raise DataError(f"no preferences are held out; {_held_out_remedy(config)}")
     return train_data, held_out, fingerprint
 
 
@@ -265,14 +266,14 @@ def _entry(
         name=str(path),
     )
     train, held_out = entry.index["train"], entry.index["held_out"]
-    share = held_out["tokens"] / max(train["tokens"] + held_out["tokens"], 1)
-    print(
-        f"{path}: {number_of(train['tokens'], 'token')} in "
-        f"{number_of(train['documents'], 'document')}, "
-        f"{held_out['tokens']:,} ({share:.1%}) in {held_out['documents']:,} held out; in "
-        f"{entry.folder}",
-        flush=True,
-    )
+    # With the fraction 0 the text may be for an evaluation by `python -m train eval`.
+    amounts = _amount(held_out if fraction == 1 else train)
+    if fraction == 1:
+        amounts += ", held out"
+    elif fraction:
+        share = held_out["tokens"] / max(train["tokens"] + held_out["tokens"], 1)
+        amounts += f" for training, and {_amount(held_out)} ({share:.1%}) held out"
+    print(f"{path}: {amounts}; in {entry.folder}", flush=True)
     if number := entry.index["left_out"]:
         records = "record without text is" if number == 1 else "records without text are"
         print(f"{path}: {number:,} {records} left out", flush=True)
@@ -284,6 +285,11 @@ def _entry(
             flush=True,
         )
     return entry
+
+
+def _amount(split: dict[str, int]) -> str:
+    tokens, documents = split["tokens"], split["documents"]
+    return f"{number_of(tokens, 'token')} in {number_of(documents, 'document')}"
 
 
 def _mixed(
@@ -307,19 +313,30 @@ def _mixed(
         if not entry.index[split]["tokens"]:
             raise DataError(
                 f"{path}: no document is held out, of {entry.index['train']['documents']:,}; "
-                f"{_HELD_OUT_REMEDY}"
+                f"{_held_out_remedy(config)}"
             )
         try:
             parts.append(entry.dataset(split, config.sequence_length))
         except DataError as error:
-            remedy = "" if split == "train" else f"; {_HELD_OUT_REMEDY}"
-            raise DataError(f"{path}, {split.replace('_', ' ')}: {error}{remedy}") from error
+            part, remedy = "", ""
+            if split == "held_out":
+                part, remedy = ", held out", f"; {_held_out_remedy(config)}"
+            elif held_out := total - entry.index[split]["tokens"]:
+                part = f", without {number_of(held_out, 'held-out token')}"
+            raise DataError(f"{path}{part}: {error}{remedy}") from error
     if len(parts) == 1:
         return parts[0]
     return MixtureDataset(tuple(parts), weights or tuple(float(part.num_rows) for part in parts))
 
 
-_HELD_OUT_REMEDY = (
-    "raise --data.held-out-fraction, name other text with --data.held-out-path, or turn "
-    "evaluations off with --eval-every 0"
-)
+def _held_out_remedy(config: DataConfig) -> str:
+    """How a run gets enough held-out text, or none."""
+    if config.held_out_path:  # which refuses a fraction, and --eval-every 0
+        return (
+            "name more text with --data.held-out-path, or leave it out and turn evaluations off "
+            "with --eval-every 0"
+        )
+    return (
+        "raise --data.held-out-fraction, name other text with --data.held-out-path, or turn "
+        "evaluations off with --eval-every 0"
+    )

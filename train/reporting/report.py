@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.formats import number_of
 from train.reporting.figures import DARK, DETAILS, LIGHT, NARROW, WIDE, details_png, loss_png
 from train.reporting.page import escape, figure_html, grid, page_html, section, setting
 from train.reporting.results import RunMetrics, headline_numbers, load_metrics, series
@@ -83,7 +84,7 @@ def _details_html(metrics: RunMetrics) -> str:
 
 def _subtitle(metrics: RunMetrics, environment: Mapping[str, Any]) -> str:
     steps = max([row["step"] for row in (*metrics.train, *metrics.held_out)], default=0)
-    parts = [f"{steps:,} steps"]
+    parts = [number_of(steps, "step")]
     if device := environment.get("device_kind"):
         parts.append(f"{environment.get('num_devices', 1)} \N{MULTIPLICATION SIGN} {device}")
     if jax_version := environment.get("jax"):

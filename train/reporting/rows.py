@@ -1,5 +1,6 @@
 """Files of rows, one JSON object with a step on each line, and files written in one piece."""
 
+import contextlib
 import json
 import os
 import warnings
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.errors import naming
+from train.errors import DiskError, naming
 
 type Row = dict[str, Any]
 
@@ -19,16 +20,19 @@ def write_whole(path: Path, content: bytes) -> None:
       DiskError: The file cannot be written, for example on a full disk.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with naming(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:  # which names the temporary file
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-            raise
+        raise DiskError(f"{path}: {error.strerror or error}") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_rows(path: Path) -> Iterator[Row]:

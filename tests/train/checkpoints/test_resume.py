@@ -35,6 +35,7 @@ from train.config import (
 )
 from train.errors import RunError
 from train.loop import run
+from train.outputs import new_run_dir
 from train.reporting.metrics import MetricsWriter
 
 pytestmark = pytest.mark.usefixtures("one_device", "programs_once", "no_plots")
@@ -259,6 +260,18 @@ def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
         run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
 
 
+def test_a_number_after_the_name_is_told(tmp_path, capsys):
+    assert new_run_dir(tmp_path, "a") == tmp_path / "a"
+    assert not capsys.readouterr().out
+    assert new_run_dir(tmp_path, "a") == tmp_path / "a-2"
+    line = f"{tmp_path / 'a'} exists, so this run is {tmp_path / 'a-'}"
+    assert capsys.readouterr().out == f"{line}2\n"
+    (tmp_path / "a" / "checkpoints" / "6").mkdir(parents=True)
+    new_run_dir(tmp_path, "a")
+    remedy = f"starts at step 0; --checkpoint.every N resumes {tmp_path / 'a'} after step 6"
+    assert capsys.readouterr().out == f"{line}3 and {remedy}\n"
+
+
 TEXT = {"a": "one text of two\n" * 40, "b": "and the other\n" * 40}
 
 
@@ -300,13 +313,21 @@ def test_text_may_move_but_not_change(whole, tmp_path, monkeypatch, capsys):
         f"{run_dir}: data.path ['a.txt', 'b.txt'], now ['{moved}', '{b}']; data.tokenizer "
         f"'tokenizer.json', now '{tmp_path}', with the same content, so the run goes on"
     )
-    with pytest.raises(RunError, match=r"corpus\.path .*; data\.path .*"):  # weights of the other
+    old, new = "['a.txt', 'b.txt']", [str(b), str(moved)]
+    with pytest.raises(RunError) as caught:  # weights of the other
         check_text(run_dir, config, b, moved)
-    with pytest.raises(RunError, match=r"with data\.weights \[1\.0, 2\.0\], now \[2\.0, 1\.0\]\. "):
+    assert str(caught.value) == (
+        f"{run_dir} was started with other text in data.path; data.path {old}, now {new}. Go on "
+        "with the old values, or choose another --name"
+    )
+    weights = (
+        r"with data\.weights \[1\.0, 2\.0\], now \[2\.0, 1\.0\]\. Go on .* into \S+/config\.json$"
+    )
+    with pytest.raises(RunError, match=weights):
         check_text(run_dir, config, moved, b, weights=(2.0, 1.0))
     with b.open("a") as file:
         file.write("more\n")
-    with pytest.raises(RunError, match=r"corpus\.path .*; data\.path .*"):
+    with pytest.raises(RunError, match=r"with other text in data\.path; data\.path .*"):
         check_text(run_dir, config, moved, b)
 
 

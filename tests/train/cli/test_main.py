@@ -82,6 +82,30 @@ def test_debug_shows_the_traceback(arguments, capsys):
     assert "error: " in error.splitlines()[-1] and "--debug" not in error.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--model.dtype float16", r"--model\.dtype float16 cannot be .* take bfloat16 or float32"),
+        (
+            "--data.batch-size 12",
+            r"--data\.batch-size 12 must be a multiple of the 8 devices .*; take 16",
+        ),
+        (
+            "--mesh.fsdp 3",
+            r"--mesh: fsdp=3 times tensor=1 must divide the number of devices, 8; .*",
+        ),
+    ],
+)
+def test_devices_that_do_not_fit_are_told_before_the_text_is_read(
+    arguments, line, capsys, monkeypatch
+):
+    monkeypatch.setattr(loop, "open_datasets", pytest.fail)
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments.split())
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2 and re.fullmatch(f"error: {line}\n", error), error
+
+
 class Bug(Exception):
     pass
 

@@ -340,6 +340,10 @@ COMMAND_CASES = {
         ["sample", "{run}", "--prompt", "a", "--temperature", "-1"],
         r"temperature",
     ),
+    "compare no folder": (
+        ["compare", "{run}", "{run}", "--output", "{tmp}/none/x.html"],
+        r"--output \S+/none/x\.html: there is no folder \S+/none; make it, or name another file",
+    ),
     "compare nothing": (["compare", "{run}", "{tmp}/none"], r"/none"),
     "replay nothing": (["replay", "{tmp}/none"], r"/none"),
     "plan for nothing": (["plan", "--device", "h99"], r"h99"),

@@ -204,7 +204,9 @@ def test_text_in_the_cache_is_not_read_again(config, monkeypatch, capsys):
     np.testing.assert_array_equal(again[0].tokens, first[0].tokens)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1]
-    assert re.search(r"text: [\d,]+ tokens in \d+ documents, .* held out; in .*cache", lines[0])
+    amount = r"[\d,]+ tokens in \d+ documents"
+    amounts = rf"{amount} for training, and {amount} \([\d.]+%\) held out"
+    assert re.search(rf"text: {amounts}; in .*cache", lines[0])
     # A read-only cache can be used.
     for path in config.cache_dir.rglob("*"):
         path.chmod(0o555)

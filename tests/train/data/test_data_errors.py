@@ -117,7 +117,7 @@ CASES = {
     "less than a row": (
         text(content=b"short"),
         {},
-        r"train: 7 tokens .* needs 17\); use more text",
+        r"folder: 7 tokens .* needs 17\); use more text or a shorter --data\.sequence-length",
     ),
     "fewer rows than a step": (
         text(),
@@ -162,7 +162,8 @@ CASES = {
     "held-out path is short": (
         lambda folder: (text()(folder), text("b.md", b"short")(folder)),
         {"path": "a.txt", "held_out_path": "b.md", "evaluates": True},
-        r"/b\.md, held out: 7 tokens .*--data\.held-out-path",
+        r"/b\.md, held out: 7 tokens .*; name more text with --data\.held-out-path, or leave it "
+        r"out and turn evaluations off with --eval-every 0$",
     ),
     # JSON lines
     "broken JSON": (lines(GOOD, '{"text": "x"'), {}, r"/a\.jsonl:2: not JSON .*repair or remove"),

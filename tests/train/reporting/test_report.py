@@ -15,13 +15,14 @@ import pytest
 
 import train.reporting.report
 import train.reporting.rows
-from train.errors import RunError
+from train.errors import DiskError, RunError
 from train.reporting import compare, figures
 from train.reporting.figures import smooth
 from train.reporting.metrics import MetricsWriter
 from train.reporting.page import figure_html, page_html
 from train.reporting.report import write_report
 from train.reporting.results import RunMetrics, load_metrics
+from train.reporting.rows import write_whole
 
 
 def train_row(step, **changes):
@@ -363,3 +364,8 @@ def test_smoothing_against_a_plain_loop(size):
 def test_smoothing_keeps_a_straight_line_up_to_the_last_window():
     line = [3.0 - 0.5 * i for i in range(400)]
     np.testing.assert_allclose(smooth(line)[:-8], line[:-8], rtol=1e-9, atol=1e-9)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(DiskError, match=r"/none/page\.html: No such file or directory$"):
+        write_whole(tmp_path / "none" / "page.html", b"")
