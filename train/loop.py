@@ -345,12 +345,13 @@ class _Loop:
     def _row(self, step: int, values: dict[str, Any], wait_s: float) -> dict[str, Any]:
         speed = self._throughput
         names = "loss", *metrics_of(self._config), "lr", "grad_norm", "skipped_steps"
+        contexts = "mean_context", "teacher_mean_context"
         return {
             "step": step,
             **{name: values[name] for name in names},
             "tokens": step * self._config.data.tokens_per_step,
             "labeled_share": values["num_tokens"] / self._config.data.tokens_per_step,
-            "mean_context": values["mean_context"],
+            **{name: values[name] for name in contexts if name in values},
             "tokens_per_s": speed.tokens_per_s,
             "mfu": metrics.mfu(speed.flops_per_s, self._device, self._mesh.size),
             "step_time_s": speed.step_time_s,

@@ -65,12 +65,12 @@ def no_compilation(monkeypatch):
     ("part", "changes", "message"),
     [
         ("model", {"vocab_size": 257}, "vocab_size=257 .* 258"),
-        ("data", {"batch_size": 12}, "batch_size=12 .* 8 devices"),
-        ("mesh", {"fsdp": 3}, "data=2 times fsdp=3 .* 8"),
+        ("data", {"batch_size": 12}, "-size 12 .* 8 devices"),
+        ("mesh", {"fsdp": 3}, "fsdp=3 times tensor=1 must divide .* 8"),
         ("mesh", {"fsdp": 16}, "fsdp=16"),
         ("model", {"hidden_size": 63, "num_attention_heads": 3}, "fsdp=2 does not divide 63"),
         ("mesh", {"tensor": 2}, "tensor=2 does not divide num_key_value_heads=1"),
-        ("mesh", {"tensor": 3}, "fsdp=2 times tensor=3 must be .* 8"),
+        ("mesh", {"tensor": 3}, "fsdp=2 times tensor=3 must divide .* 8"),
     ],
 )
 def test_impossible_runs_are_refused_and_leave_nothing(

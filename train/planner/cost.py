@@ -253,7 +253,7 @@ class _Program:
         if attention.is_kernel(op):
             flops = self.share_of_pairs * attention.kernel_flops(op) / self.num_devices
             rate = self.rates.flops * attention.kernel_efficiency(op)
-            return Cost(seconds=flops / rate, flops=flops)
+            return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
         if "dot_product_attention" in op.name:
             backward = "bwd" in op.name
             flops = attention.forward_flops(op) / self.num_devices * (2.5 if backward else 1)

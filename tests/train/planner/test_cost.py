@@ -70,6 +70,12 @@ def test_flops_of_the_kernels_of_attention(H, rates):
     windowed = cost.estimate(traced.jaxpr, of_device, **options, share_of_pairs=0.25)
     assert windowed.flops == found.flops / 4
     assert windowed.seconds == pytest.approx(seconds / 4, rel=1e-3)
+    # Without any pair the kernels still read and write their arrays. The first reads q, k and v and
+    # writes a q. The others read these, the gradient of the result, and write dq, or dk and dv.
+    slow = dataclasses.replace(of_device, bandwidth=1e9)
+    no_pairs = cost.estimate(traced.jaxpr, slow, **options, share_of_pairs=0.0)
+    size = 2 * (7 * q.size + 8 * k.size)
+    assert no_pairs.seconds > size / (1e9 * cost.COPY_EFFICIENCY)
 
 
 def test_a_window_leaves_less_attention(monkeypatch):
