@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from models.config import AUTO_REMAT
+from models.config import AUTO_REMAT, LlamaConfig
 from models.sharding import make_mesh
 from train.cli.command_line import Parser, number, parse_command_line
 from train.config import PRESET_NAMES, MeshConfig, TrainConfig
@@ -154,6 +154,7 @@ def _config_and_targets(
         devices = aot.devices(chip, flags.num_devices or 1)
         with jax.default_device(devices[0]):  # the defaults of a preset depend on the device
             config = parse_command_line(_train_arguments(flags, rest))
+            _check_heads(config.model, chip)
     else:
         if jax.default_backend() != "gpu":
             raise FlagError("this machine has no GPU; name one, for example --device h100")
@@ -180,6 +181,24 @@ def _config_and_targets(
             target_elsewhere(chip, mesh, memory_bytes) if chip else target_here(mesh, memory_bytes)
         )
     return dataclasses.replace(config, mesh=next(iter(targets))), targets
+
+
+def _check_heads(model: LlamaConfig, chip: aot.Chip) -> None:
+    """Refuses heads that JAX gives to cuDNN only where it finds a Hopper GPU in the machine.
+
+    On such a chip `models.attention` takes cuDNN for heads of up to 256 channels.
+    """
+    takes_cudnn = (
+        model.attention_implementation in (None, "cudnn")
+        and model.dtype != "float32"
+        and chip.compute_capability[0] == 9
+    )
+    if takes_cudnn and 128 < model.head_dim <= 256 and model.head_dim % 8 == 0:
+        raise FlagError(
+            f"--model.head-dim {model.head_dim}: JAX traces cuDNN's attention with more than 128 "
+            "channels only on a machine with a Hopper GPU; plan there without --device, or set "
+            "--model.attention-implementation xla, which needs more memory"
+        )
 
 
 def _all_sizes(mesh: MeshConfig, num_devices: int, *, fixed_fsdp: bool) -> MeshConfig:

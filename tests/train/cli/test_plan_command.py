@@ -101,6 +101,11 @@ def test_command_compares_meshes(command):
         ("--device h100 --num-devices 8 --tensor 2 --mesh.tensor 2", 2, "leave out one"),
         ("--device h100 --steps many", 2, "--steps"),
         ("--device h100 --memory-gib 1", 1, "nothing fits"),
+        (
+            "--preset llama3.2-1b --device h100 --model.head-dim 192",
+            2,
+            "--model.head-dim 192: JAX traces cuDNN's attention with more than 128 channels only",
+        ),
     ],
 )
 def test_mistakes_in_the_command(command, arguments, status, message):
