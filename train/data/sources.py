@@ -267,12 +267,17 @@ def _entry(
     )
     train, held_out = entry.index["train"], entry.index["held_out"]
     # With the fraction 0 the text may be for an evaluation by `python -m train eval`.
-    amounts = _amount(held_out if fraction == 1 else train)
+    split = held_out if fraction == 1 else train
+    amounts = (
+        f"{number_of(split['tokens'], 'token')} in {number_of(split['documents'], 'document')}"
+    )
     if fraction == 1:
         amounts += ", held out"
     elif fraction:
         share = held_out["tokens"] / max(train["tokens"] + held_out["tokens"], 1)
-        amounts += f" for training, and {_amount(held_out)} ({share:.1%}) held out"
+        of_held_out = number_of(held_out["documents"], "document")
+        number = number_of(held_out["tokens"], "token")
+        amounts += f" for training, and {number} ({share:.1%}) in {of_held_out} held out"
     print(f"{path}: {amounts}; in {entry.folder}", flush=True)
     if number := entry.index["left_out"]:
         records = "record without text is" if number == 1 else "records without text are"
@@ -285,11 +290,6 @@ def _entry(
             flush=True,
         )
     return entry
-
-
-def _amount(split: dict[str, int]) -> str:
-    tokens, documents = split["tokens"], split["documents"]
-    return f"{number_of(tokens, 'token')} in {number_of(documents, 'document')}"
 
 
 def _mixed(

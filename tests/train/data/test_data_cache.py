@@ -205,7 +205,8 @@ def test_text_in_the_cache_is_not_read_again(config, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1]
     amount = r"[\d,]+ tokens in \d+ documents"
-    amounts = rf"{amount} for training, and {amount} \([\d.]+%\) held out"
+    held_out = r"[\d,]+ tokens \([\d.]+%\) in \d+ documents?"
+    amounts = rf"{amount} for training, and {held_out} held out"
     assert re.search(rf"text: {amounts}; in .*cache", lines[0])
     # A read-only cache can be used.
     for path in config.cache_dir.rglob("*"):
