@@ -1,6 +1,13 @@
-"""Reads the tables in the files of results."""
+"""Writes tables in Markdown, and reads those in the files of results."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table; a row with fewer cells than the header ends in empty ones."""
+    line = lambda cells: "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+    body = [line([*row, *[""] * (len(header) - len(row))]) for row in rows]
+    return [line(header), "|---" * len(header) + "|", *body]
 
 
 def rows(text: str, columns: Sequence[str]) -> list[list[str]]:

@@ -17,6 +17,7 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,10 +52,14 @@ class Case:
     Attributes:
       name: Name, unique among the cases that are compared.
       calls: Calls that do the same work on different inputs.
+      error: Reason why it is not timed; None if it is.
+      temporary_bytes: Memory of a call beside arguments and results; None if it is unknown.
     """
 
     name: str
-    calls: Sequence[Callable[[], Any]]
+    calls: Sequence[Callable[[], Any]] = ()
+    error: str | None = None
+    temporary_bytes: int | None = None
 
 
 @dataclasses.dataclass
@@ -112,6 +117,13 @@ def kernel_ms(calls: Sequence[Callable[[], Any]]) -> float:
     return sum(milliseconds for _, milliseconds in kernels)
 
 
+def wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
+    """Wall milliseconds of all `calls`; CUPTI would add up the kernels of several GPUs."""
+    start = time.perf_counter()
+    jax.block_until_ready([call() for call in calls])
+    return (time.perf_counter() - start) * 1e3
+
+
 def compare(
     cases: Sequence[Case],
     *,
@@ -129,7 +141,8 @@ def compare(
     an error runs no more, and its error is kept.
 
     Args:
-      cases: Cases to time. The first round warms all of them up and is not measured.
+      cases: Cases to time, and cases with errors, which are not run. The first round warms all of
+        them up and is not measured.
       rounds: Number of measured rounds.
       calls_per_round: Calls of a case in a round; their mean is the figure of the round.
       measure: Function that runs calls and returns the milliseconds of all of them.
@@ -140,7 +153,7 @@ def compare(
     Raises:
       ValueError: Two cases have the same name.
     """
-    timings = {case.name: Timing() for case in cases}
+    timings = {case.name: Timing(error=case.error) for case in cases}
     if len(timings) != len(cases):
         raise ValueError(f"names of cases must be unique, got {[case.name for case in cases]}")
     turn = itertools.count()

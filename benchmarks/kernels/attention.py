@@ -16,40 +16,40 @@ formula in float32 by over 2 % is not timed.
 JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
-`--documents N` times cuDNN on rows of N documents of random lengths. "Mask" gives cuDNN a mask of
-S² elements. "Ours" has several tiles. The rates of all rows count the causal attention of a whole
-row, so they compare times.
+`--documents N` times rows of N documents of random lengths. The contenders are "cuDNN, whole rows",
+which takes a row for one document, "cuDNN, mask", which gets a mask of S² elements, and "ours" with
+several tiles. The rates of all rows count the causal attention of a whole row, so they compare
+times.
 
 `--window N` times cuDNN and ours where a token attends to N tokens at most, itself included. The
 rates count the attention of a whole row there, too.
 
-`--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`; with `--documents` it
-adds TransformerEngine alone. Its packed attention first fills the results with zeros, by the
-driver, which kernel times leave out. All programs are compiled first, in threads. The benchmark
+`--peers` adds tokamax and the PyTorch libraries of `benchmarks/libraries.py`; with `--documents` it
+adds TransformerEngine alone, as "TransformerEngine, packed". That attention first fills the results
+with zeros, by the driver, which kernel times leave out.
+
+`--contenders` takes names of contenders in JAX, as the tables show them. A name that the run does
+not have is an error before any work. All programs are compiled first, in threads. The benchmark
 writes a table and all numbers into the folder of results.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
 import importlib
-import importlib.metadata
 import itertools
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import ceilings, peers, timing
+from benchmarks import agreement, command, peers, tables, timing
 from benchmarks.kernels import documents, shapes
-from benchmarks.kernels.bench import short_name, write_results
+from benchmarks.kernels.documents import Direction
 from benchmarks.kernels.formulas import (
     ATTENTION,
     DOCUMENT_ATTENTION,
@@ -59,7 +59,6 @@ from benchmarks.kernels.formulas import (
     exact,
     wrong_result,
 )
-from benchmarks.kernels.ops import Direction
 from benchmarks.kernels.shapes import Shape
 
 # The attention of Llama 3.2 1B, Llama 3.1 8B and Qwen3 0.6B.
@@ -69,7 +68,6 @@ SHAPES: tuple[Shape, ...] = (
     (2, 4096, 16, 8, 128),
 )
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "forward+backward")
-_PEERS_OP = "attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,37 +256,23 @@ def operations(shape: Shape, direction: Direction, *, is_causal: bool) -> float:
 
 
 type Program = tuple[Shape, Variant, Direction]
-type Compiled = Callable[..., Arrays] | Exception
 
 
-def compile_all(programs: Sequence[Program]) -> dict[Program, Compiled]:
-    """The compiled programs, or the errors of the compilers."""
+def compile_all(programs: Sequence[Program]) -> dict[Program, Future[Callable[..., Arrays]]]:
+    """The compiled programs; that of a case which a contender does not support has an error."""
 
-    def compiled(program: Program) -> Compiled:
+    def compiled(program: Program) -> Callable[..., Arrays]:
         shape, variant, direction = program
         specs = jax.eval_shape(variant.arguments, documents.specs_of(shape))
-        try:
-            return jax.jit(variant.program(direction)).lower(*specs).compile()
-        except Exception as error:  # that a contender does not support a case is a result
-            return error
+        return jax.jit(variant.program(direction)).lower(*specs).compile()
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(programs, pool.map(compiled, programs), strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """The entries of a record besides the times."""
-
-    contender: str
-    tiles: str
-    direction: Direction
-    is_causal: bool
+        return {program: pool.submit(compiled, program) for program in programs}
 
 
 def measure(
     shape: Shape,
-    compiled: dict[Program, Compiled],
+    compiled: dict[Program, Future[Callable[..., Arrays]]],
     *,
     with_peers: bool,
     rounds: int,
@@ -297,62 +281,54 @@ def measure(
     """One record for each program of a shape, and for each peer and direction."""
     arrays = documents.arrays_of(shape, num_documents)
     formulas = {variant.formula for of_shape, variant, _ in compiled if of_shape == shape}
-    if with_peers:
-        formulas.add(ATTENTION)
+    formulas |= {ATTENTION} if with_peers else set()
     expected = {formula: exact(formula, arrays) for formula in formulas}
+    cases: list[timing.Case] = []
+    records: list[dict[str, Any]] = []
 
-    found: dict[_Row, timing.Case | timing.Timing] = {}
+    def add(
+        name: str,
+        tiles: str,
+        direction: Direction,
+        formula: Formula,
+        prepare: Callable[[], list[Callable[[], Any]]],
+        results: Callable[[Any], Arrays],
+    ) -> None:
+        wrong = lambda got: wrong_result(results(got), expected[formula])
+        cases.append(agreement.checked(f"{name}, {tiles}, {direction}", prepare, wrong))
+        row = {"contender": name, "tiles": tiles, "direction": direction}
+        is_causal = formula is not FULL_ATTENTION
+        records.append({"shape": list(shape), **row, "is_causal": is_causal})
+
     for (of_shape, variant, direction), program in compiled.items():
-        if of_shape != shape:
-            continue
-        row = _Row(variant.name, variant.tiles, direction, variant.formula is not FULL_ATTENTION)
-        prepare = functools.partial(_prepare, program, variant, arrays)
-        found[row] = _checked(row, prepare, variant.results, expected[variant.formula])
+        if of_shape == shape:
+            prepare = functools.partial(_prepare, program, variant, arrays)
+            add(variant.name, variant.tiles, direction, variant.formula, prepare, variant.results)
     if with_peers:
         peers.reset()
-        for peer, direction in itertools.product(peers.peers_of(_PEERS_OP), DIRECTIONS):
-            row = _Row(peer.name, "", direction, is_causal=True)
+        for peer, direction in itertools.product(peers.peers_of("attention"), DIRECTIONS):
             prepare = functools.partial(_prepare_peer, peer, arrays, direction)
-            found[row] = _checked(row, prepare, peers.to_jax, expected[ATTENTION])
-    del expected
+            add(peer.name, "", direction, ATTENTION, prepare, peers.to_jax)
+    expected.clear()
 
-    cases = [case for case in found.values() if isinstance(case, timing.Case)]
     timings = timing.compare(cases, rounds=rounds)
-    records = []
-    for row, case in found.items():
-        measured = timings[case.name] if isinstance(case, timing.Case) else case
-        record: dict[str, Any] = {"shape": list(shape)} | dataclasses.asdict(row)
+    for record, case in zip(records, cases, strict=True):
+        measured = timings[case.name]
         record |= measured.summary()
         if measured.error is None:
-            work = operations(shape, row.direction, is_causal=row.is_causal)
+            work = operations(shape, record["direction"], is_causal=record["is_causal"])
             record["tflops"] = work / measured.median_ms / 1e9
-        records.append(record)
     return records
 
 
-def _prepare(program: Compiled, variant: Variant, arrays: Arrays) -> list[Callable[[], Arrays]]:
-    if isinstance(program, Exception):
-        raise program
-    return [functools.partial(program, *variant.arguments(arrays))]
+def _prepare(
+    program: Future[Callable[..., Arrays]], variant: Variant, arrays: Arrays
+) -> list[Callable[[], Arrays]]:
+    return [functools.partial(program.result(), *variant.arguments(arrays))]
 
 
 def _prepare_peer(peer: peers.Peer, arrays: Arrays, direction: Direction) -> list[Callable]:
     return peers.prepare(peer, [arrays], direction).calls
-
-
-def _checked(
-    row: _Row,
-    prepare: Callable[[], list[Callable[[], Any]]],
-    results: Callable[[Any], Arrays],
-    expected: Arrays,
-) -> timing.Case | timing.Timing:
-    """The calls, or why they are not timed."""
-    try:
-        calls = prepare()
-        reason = wrong_result(results(calls[0]()), expected)
-    except Exception as error:  # running out of memory is a result
-        return timing.Timing(error=timing.first_line(error))
-    return timing.Timing(error=reason) if reason else timing.Case(str(row), calls)
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -360,12 +336,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     lines = []
     for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
         rows = [r for r in records if tuple(r["shape"]) == shape]
-        lines += [
-            f"## {shapes.label(shape)}",
-            "",
-            "| contender | forward | with the backward | backward | tiles |",
-            "|---|---|---|---|---|",
-        ]
+        contenders = []
         failures = []
         for name in dict.fromkeys(r["contender"] for r in rows):
             of_name = [r for r in rows if r["contender"] == name]
@@ -381,7 +352,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
                     if "error" in r
                 ]
             if best:
-                lines.append(f"| {name} | {' | '.join(_cells(shape, best))} |")
+                contenders.append([name, *_cells(shape, best)])
+        header = ["contender", "forward", "with the backward", "backward", "tiles"]
+        lines += [f"## {shapes.label(shape)}", "", *tables.markdown(header, contenders)]
         lines += ["", "Milliseconds; in brackets TFLOP/s.", ""]
         if failures:
             lines += ["Not timed:", "", *failures, ""]
@@ -404,18 +377,13 @@ def _cells(shape: Shape, best: dict[str, dict[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.attention",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.attention", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--peers", action="store_true", help="add other libraries' kernels")
     parser.add_argument("--documents", type=int, help="documents of a row")
     parser.add_argument("--window", type=int, help="tokens that a token attends to at most")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="time these in JAX alone")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser)
     args = parser.parse_args(argv)
     for shape in args.shapes:
         if len(shape) != len(SHAPES[0]):
@@ -427,19 +395,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.window is not None and (args.peers or not of_whole_rows or args.window < 1):
         parser.error("--window takes a number from 1 on, without --documents and --peers")
 
-    device_kind = timing.require_gpu()
+    timing.require_gpu()
     absent = peers.missing()
     with_torch = args.peers and of_whole_rows
-    if with_torch and "torch" in absent:
-        sys.exit("--peers needs torch, which is not installed")
-    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in absent]
-    command = f"python -m benchmarks.kernels.attention {shlex.join(argv)}"
-    title = (
-        f"# Attention on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
-        f"{', '.join(found)}. Kernel time, median of {args.rounds} interleaved rounds; "
-        f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
-    )
+    if with_torch:
+        peers.require_torch()
     if args.window is not None:
         name, contenders = f"attention_window_{args.window}", of_window(args.window)
     elif of_whole_rows:
@@ -454,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if unknown := set(names) - set(known):
             parser.error(f"--contenders: {sorted(unknown)} must be among {list(known)}")
         contenders = [v for v in contenders if v.name in names]
+    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
     programs: list[Program] = [
         (s, v, d) for s in args.shapes for v in contenders for d in v.directions
     ]
@@ -461,9 +422,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     compiled = compile_all(programs)
     print(f"{len(programs)} programs in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
-    device = short_name(device_kind)
     records: list[dict[str, Any]] = []
-    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for shape in args.shapes:
         print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
         records += measure(
@@ -474,7 +433,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             num_documents=args.documents or 1,
         )
         gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
-        write_results(args.output_dir, name, device, contents, title + table(records))
+        text = run.heading("Attention", "Kernel time") + table(records)
+        run.write(args.output_dir, name, run.contents(records), text)
     print(table(records))
 
 

@@ -13,24 +13,19 @@ loss and gradients are compared with those of all logits in float32. The program
 all numbers into the folder of results.
 """
 
-import argparse
 import dataclasses
 import functools
-import gc
-import importlib.metadata
-import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, ceilings, peers, timing
+from benchmarks import agreement, command, peers, tables, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name, write_results
+from benchmarks.kernels.formulas import LINEAR_JENSEN_SHANNON, Arrays
+from benchmarks.kernels.loss import gemms
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_distillation_loss, linear_distillation_loss_top_k
 
@@ -42,7 +37,7 @@ SHAPES: tuple[Shape, ...] = (
 )
 _K = 64
 _SOFTCAP = 30.0  # Gemma 2
-_LOGITS, _TEACHER_LOGITS, _DX, _DWEIGHT = range(4)
+_LOGITS, _DX, _DWEIGHT, _TEACHER_LOGITS = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,21 +164,9 @@ SETTINGS = (
 
 
 def products(shape: Shape) -> list[Callable[[], Any]]:
-    """The bare matrix products: logits of student and teacher, dx and dweight."""
+    """The bare matrix products: logits, dx and dweight of the student, logits of the teacher."""
     tokens, hidden, teacher_hidden, vocab = shape
-    keys = jax.random.split(jax.random.key(1), 5)
-    array = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
-    x, weight = array(keys[0], tokens, hidden), array(keys[1], vocab, hidden)
-    teacher_x = array(keys[2], tokens, teacher_hidden)
-    teacher_weight = array(keys[3], vocab, teacher_hidden)
-    dlogits = array(keys[4], tokens, vocab)
-    logits = jax.jit(lambda a, b: a @ b.T)
-    return [
-        functools.partial(logits, x, weight),
-        functools.partial(logits, teacher_x, teacher_weight),
-        functools.partial(jax.jit(lambda a, b: a @ b), dlogits, weight),
-        functools.partial(jax.jit(lambda a, b: a.T @ b), dlogits, x),
-    ]
+    return [*gemms((tokens, hidden, vocab)), gemms((tokens, teacher_hidden, vocab))[0]]
 
 
 def _arguments(shape: Shape) -> tuple[Any, Any]:
@@ -203,86 +186,46 @@ def _arguments(shape: Shape) -> tuple[Any, Any]:
 _JENSEN_SHANNON = next(s for s in SETTINGS if s.name == "Jensen-Shannon")
 
 
-def _run_peers(args: Sequence[Any]) -> dict[str, timing.Timing | tuple[timing.Case, int]]:
-    """For each peer, the calls and their bytes, or why there are none."""
-    names = "x", "weight", "teacher_x", "teacher_weight"
-    program = _JENSEN_SHANNON.program(_JENSEN_SHANNON.formula)
-    expected = jax.tree.leaves(jax.jit(program)(*args))
-    peers.reset()
-    found = {}
-    for peer in peers.peers_of("linear_jensen_shannon"):
-        name = f"{peer.name}, Jensen-Shannon"
-        try:
-            prepared = peers.prepare(
-                peer, [dict(zip(names, args, strict=True))], "forward+backward"
-            )
-            got = list(peers.to_jax(prepared.calls[0]()).values())
-            error = agreement.relative_error(got, expected)
-            if not error < agreement.LIMIT:  # also NaN
-                found[name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
-                continue
-            # The gradients have the dtypes of the arguments.
-            num_bytes = prepared.num_bytes() - args[0].nbytes - args[1].nbytes
-            found[name] = timing.Case(name, prepared.calls), num_bytes
-        except Exception as error:  # running out of memory is a result
-            found[name] = timing.Timing(error=timing.first_line(error))
-    return found
-
-
 def measure(
     shape: Shape, settings: Sequence[Setting], *, with_peers: bool = False, rounds: int
 ) -> list[dict[str, Any]]:
     """One record for each setting at a shape, and for each peer."""
     arguments = _arguments(shape)
-    bare = products(shape)
-    sets = dict.fromkeys(setting.products for setting in settings)
-    if with_peers:
-        sets[_JENSEN_SHANNON.products] = None
-    label = lambda numbers: f"products {numbers}"
-    run_all = lambda calls: [call() for call in calls]
-    cases = [
-        timing.Case(label(of), [functools.partial(run_all, [bare[i] for i in of])]) for of in sets
-    ]
-    memory, refused = {}, {}
+    cases = []
+    of_names = {setting.name: setting.products for setting in settings}
     for setting in settings:
         args = arguments[setting.of_top_k]
-        try:
-            compiled = jax.jit(setting.program(setting.loss)).lower(*args).compile()
-            got = jax.tree.leaves(jax.block_until_ready(compiled(*args)))
-            expected = jax.tree.leaves(jax.jit(setting.program(setting.formula))(*args))
-            error = agreement.relative_error(got, expected)
-            del got, expected
-        except Exception as error:  # running out of memory is a result
-            refused[setting.name] = timing.Timing(error=timing.first_line(error))
-            continue
-        if not error < agreement.LIMIT:  # also NaN
-            refused[setting.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
-            continue
-        analysis = compiled.memory_analysis()
-        assert analysis is not None
-        memory[setting.name] = analysis.temp_size_in_bytes
-        cases.append(timing.Case(setting.name, [functools.partial(compiled, *args)]))
-    of_names = {setting.name: setting.products for setting in settings}
+        formula = functools.partial(jax.jit(setting.program(setting.formula)), *args)
+        expected = lambda got, formula=formula: jax.tree.leaves(formula())
+        cases.append(
+            agreement.compiled(setting.name, setting.program(setting.loss), args, expected)
+        )
     if with_peers:
-        for name, ran in _run_peers(arguments[0]).items():
+        arrays: Arrays = dict(zip(LINEAR_JENSEN_SHANNON.inputs, arguments[0], strict=True))
+        program = _JENSEN_SHANNON.program(_JENSEN_SHANNON.formula)
+        expected = jax.tree.leaves(jax.jit(program)(*arguments[0]))
+        peers.reset()
+        for peer in peers.peers_of("linear_jensen_shannon"):
+            name = f"{peer.name}, Jensen-Shannon"
             of_names[name] = _JENSEN_SHANNON.products
-            if isinstance(ran, timing.Timing):
-                refused[name] = ran
-            else:
-                case, memory[name] = ran
-                cases.append(case)
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
-    limits = {of: timings.pop(label(of)) for of in sets}
+            cases.append(peers.case_of(peer, name, arrays, "forward+backward", expected))
+        del expected
+    bare = products(shape)
+    limits = {
+        of: timing.Case(f"products {of}", [lambda of=of: [bare[i]() for i in of]])
+        for of in dict.fromkeys(of_names.values())
+    }
+    timings = timing.compare([*limits.values(), *cases], rounds=rounds, calls_per_round=1)
     records = []
-    for name, of in of_names.items():
-        measured = (timings | refused)[name]
-        record: dict[str, Any] = {"shape": list(shape), "setting": name}
+    for case in cases:
+        measured, of = timings[case.name], of_names[case.name]
+        record: dict[str, Any] = {"shape": list(shape), "setting": case.name}
         record |= measured.summary()
         if measured.error is None:
-            limit = limits[of].median_ms
+            limit = timings[limits[of].name].median_ms
             record |= {"num_products": len(of), "products_ms": limit}
             record |= {"over_products": measured.median_ms / limit}
-            record |= {"temporary_bytes": memory[name]}
+            record |= {"temporary_bytes": case.temporary_bytes}
         records.append(record)
     return records
 
@@ -291,67 +234,48 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown tables, a section for each shape."""
     lines = []
     for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
-        lines += [
-            f"## {shapes.label(shape)}",
-            "",
-            "| setting | ms | bare products | over them | MiB beside arguments and results |",
-            "|---|---|---|---|---|",
+        rows = [
+            [r["setting"], r["error"]]
+            if "error" in r
+            else [
+                r["setting"],
+                f"{r['median_ms']:.1f}",
+                f"{r['num_products']}: {r['products_ms']:.1f} ms",
+                f"{r['over_products']:.3f}",
+                f"{r['temporary_bytes'] / 2**20:.0f}",
+            ]
+            for r in records
+            if tuple(r["shape"]) == shape
         ]
-        for r in records:
-            if tuple(r["shape"]) != shape:
-                continue
-            if "error" in r:
-                lines.append(f"| {r['setting']} | {r['error']} | | | |")
-                continue
-            lines.append(
-                f"| {r['setting']} | {r['median_ms']:.1f} | {r['num_products']}: "
-                f"{r['products_ms']:.1f} ms | {r['over_products']:.3f} | "
-                f"{r['temporary_bytes'] / 2**20:.0f} |"
-            )
-        lines.append("")
+        header = ["setting", "ms", "bare products", "over them", "MiB beside arguments and results"]
+        lines += [f"## {shapes.label(shape)}", "", *tables.markdown(header, rows), ""]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.distillation",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.distillation", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser)
     args = parser.parse_args(argv)
     if wrong := [shapes.label(shape) for shape in args.shapes if len(shape) != 4]:
         parser.error(f"--shapes {' '.join(wrong)}: tokens x hidden x teacher's hidden x vocabulary")
 
-    device_kind = timing.require_gpu()
+    timing.require_gpu()
+    if args.peers:
+        peers.require_torch()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
-    if args.peers and "torch" in peers.missing():
-        sys.exit("--peers needs torch")
-    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
-    command = f"python -m benchmarks.kernels.distillation {shlex.join(argv)}"
-    title = (
-        f"# Distillation losses on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
-        f"{', '.join(found)}. bfloat16, kernel time, median of {args.rounds} interleaved rounds; "
-        f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
+    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
+    run.each_shape(
+        args,
+        "distillation",
+        "Distillation losses",
+        lambda shape: measure(shape, settings, with_peers=args.peers, rounds=args.rounds),
+        table,
     )
-    device = short_name(device_kind)
-    records: list[dict[str, Any]] = []
-    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
-    for shape in args.shapes:
-        print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
-        gc.collect()
-        jax.clear_caches()
-        records += of_shape
-        write_results(args.output_dir, "distillation", device, contents, title + table(records))
-        print(table(of_shape), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ documents, which count from 0 in every row.
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import Arrays
-from benchmarks.kernels.ops import Direction
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels.attention import (
     AttentionConfig,
@@ -23,6 +23,8 @@ from pallas_kernels.attention import (
     document_attention,
     document_bounds,
 )
+
+type Direction = Literal["forward", "forward+backward"]
 
 
 def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:

@@ -13,19 +13,18 @@ The precision is `jax.default_matmul_precision`. It changes float32 products alo
 16-bit operands exactly, whatever it is.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, timing
+from benchmarks import agreement, command, timing
 from benchmarks.kernels import shapes
+from benchmarks.kernels.loss import gemms
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_plan
 
@@ -103,12 +102,12 @@ def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> Iterator[str]:
         found = jax.tree.leaves(jax.block_until_ready(compiled(*arguments)))
         error = agreement.relative_error(found, exact)
         del found
-        analysis = compiled.memory_analysis()
-        assert analysis is not None
         key = row.x, row.precision
         if key not in products:
             products.clear()  # 4 GiB of operands
-            products[key] = _products(shape, row)
+            with row.in_precision():
+                bare = gemms(shape, row.x)
+            products[key] = lambda bare=bare: [gemm() for gemm in bare]
         timings = timing.compare(
             [
                 timing.Case("loss", [functools.partial(compiled, *arguments)]),
@@ -120,36 +119,13 @@ def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> Iterator[str]:
         ms, limit = timings["loss"].median_ms, timings["products"].median_ms
         yield (
             f"| {row.name} | {plan.name}, {plan.num_products} products | {ms:.1f} | "
-            f"{ms / limit:.3f} | {analysis.temp_size_in_bytes / 2**20:.0f} | {error:.1e} |"
+            f"{ms / limit:.3f} | {agreement.temporary_bytes(compiled) / 2**20:.0f} | {error:.1e} |"
         )
-
-
-def _products(shape: Shape, row: Row) -> Callable[[], Any]:
-    """The three bare products, with operands in the dtype of `x` and their results, too."""
-    num_tokens, hidden_size, vocab_size = shape
-    keys = jax.random.split(jax.random.key(1), 3)
-    sizes = ((num_tokens, hidden_size), (vocab_size, hidden_size), (num_tokens, vocab_size))
-    normal = lambda key, size: jax.random.normal(key, size, jnp.dtype(row.x))
-    x, weight, dlogits = map(normal, keys, sizes)
-    calls = []
-    with row.in_precision():
-        for fn, a, b in (
-            (lambda a, b: a @ b.T, x, weight),
-            (lambda a, b: a @ b, dlogits, weight),
-            (lambda a, b: a.T @ b, dlogits, x),
-        ):
-            calls.append(functools.partial(jax.jit(fn).lower(a, b).compile(), a, b))
-    return lambda: [call() for call in calls]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures and prints the table."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.dtypes",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.dtypes", __doc__)
     parser.add_argument("--shape", type=shapes.parse, default=(8192, 4096, 128256))
     parser.add_argument("--x", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--weight", nargs="+", choices=DTYPES, default=DTYPES)

@@ -8,7 +8,6 @@ bfloat16 over its time in FP8, so above 1 FP8 is faster:
 
 - `product`: one bare product. Its operands are quantized already. There is a figure for each kind
   of scale and of accumulation.
-- `sweep`: the product with row scales, by launch parameters. It runs only if `--parts` names it.
 - `layer`: `fp8_linear` forward, and forward with both gradients, against the bare products in
   bfloat16. The time includes the casts of `x` and `dy`. Weights are quantized once a step, and that
   time is a column of its own.
@@ -17,7 +16,6 @@ bfloat16 over its time in FP8, so above 1 FP8 is faster:
 Each result is compared with bfloat16's before it is timed. The tables come last.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from benchmarks import timing
+from benchmarks import agreement, command, timing
 from pallas_kernels import swiglu_mlp
 from pallas_kernels.fp8 import (
     RECIPES,
@@ -38,8 +36,6 @@ from pallas_kernels.fp8 import (
     quantize,
     quantize_weight,
 )
-from pallas_kernels.gpu.device import target_device
-from pallas_kernels.gpu.hopper_gemm import default_config as default_gemm_config
 
 # The products of 1B and 8B: attention's output, one projection of the MLP, and its down projection.
 LAYERS = ("2048x2048", "2048x8192", "8192x2048", "4096x4096", "4096x14336", "14336x4096")
@@ -57,41 +53,18 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def compare(
-    expected: str,
     ways: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]],
     rounds: int,
     max_error: float = _MAX_ERROR,
 ) -> dict[str, timing.Timing]:
-    """Times ways to compute the result of `expected`, after they are checked against it."""
-    results, refused, cases = {}, {}, []
-    for name, (fn, args) in ways.items():
-        try:
-            compiled = jax.jit(fn).lower(*args).compile()
-            results[name] = jax.tree.leaves(jax.block_until_ready(compiled(*args)))
-        except Exception as error:  # that a way does not compile or fit is a result
-            refused[name] = timing.Timing(error=timing.first_line(error))
-            continue
-        pairs = zip(results[name], results[expected], strict=True)
-        error = max(relative_error(a, b) for a, b in pairs)
-        if name != expected:
-            results.pop(name)
-        if not error < max_error:  # also NaN
-            refused[name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
-            continue
-        cases.append(timing.Case(name, [functools.partial(compiled, *args)]))
-    results.clear()
-    return timing.compare(cases, rounds=rounds, calls_per_round=3) | refused
-
-
-@jax.jit
-def _relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
-
-
-def relative_error(a: jax.Array, b: jax.Array) -> float:
-    """The norm of the difference over the norm of `b`."""
-    return float(_relative_error(a, b))
+    """Times ways to compute the result of the first, after they are checked against it."""
+    expected = agreement.of_first()
+    cases = [
+        agreement.compiled(name, fn, args, expected, limit=max_error)
+        for name, (fn, args) in ways.items()
+    ]
+    del expected
+    return timing.compare(cases, rounds=rounds, calls_per_round=3)
 
 
 def products(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
@@ -103,25 +76,7 @@ def products(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timin
         for accumulation in ("fast", "promoted"):
             fn = functools.partial(fp8_matmul, accumulation=accumulation)
             ways[f"{scaling} {accumulation}"] = fn, operands
-    return compare("bf16", ways, rounds)
-
-
-def sweep(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
-    """One product with row scales, by launch parameters."""
-    x, w = normal(0, tokens, k), normal(1, n, k)
-    ways: dict[str, Any] = {"bf16": (lambda a, b: a @ b.T, (x, w))}
-    operands = tuple(jax.jit(lambda a: quantize(a, scaling="row"))(a) for a in (x, w))
-    sizes = {"fast": ((256, 4), (192, 5), (128, 6)), "promoted": ((192, 4), (128, 6))}
-    for accumulation, tile_n, stages, cluster in (
-        (name, *size, cluster) for name in sizes for size in sizes[name] for cluster in (1, 2)
-    ):
-        config = default_gemm_config(
-            tokens, n, k, target_device(), tile_n=tile_n, stages=stages, max_cluster=cluster
-        )
-        options = {"accumulation": accumulation, "config": config, "implementation": "mosaic_gpu"}
-        fn = functools.partial(fp8_matmul, **options)
-        ways[f"{accumulation} {tile_n} x {stages}, cluster {cluster}"] = fn, operands
-    return compare("bf16", ways, rounds)
+    return compare(ways, rounds)
 
 
 def _with_gradients(fn: Callable[..., Any], *args: Any) -> Any:
@@ -152,13 +107,13 @@ def layers(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]
             return _with_gradients(lambda x, w: layer(x, w, copies), x, w, dy)
 
         ways[f"{name} f+b"] = graded, (x, w, dy, prepared)
-    timings = compare("bf16 f+b", ways, rounds)
+    timings = compare(ways, rounds)
     forward: dict[str, Any] = {"bf16 f": (bf16, (x, w))}
     for name, recipe in _EVERY.items():
         prepared = jax.jit(functools.partial(quantize_weight, recipe=recipe))(w)
         fn = functools.partial(fp8_linear, recipe=recipe)
         forward[f"{name} f"] = fn, (x, prepared)
-    timings |= compare("bf16 f", forward, rounds)
+    timings |= compare(forward, rounds)
     casts = {
         f"weight {name}": timing.Case(
             f"weight {name}",
@@ -181,25 +136,25 @@ def mlps(tokens: int, d: int, f: int, rounds: int) -> dict[str, timing.Timing]:
     for name, recipe in RECIPES.items():
         fn = functools.partial(fp8_swiglu_mlp, recipe=recipe)
         ways[name] = functools.partial(_with_gradients, fn), (x, *weights, dy)
-    return compare("bf16", ways, rounds, _MAX_ERROR_OF_MLP)
+    return compare(ways, rounds, _MAX_ERROR_OF_MLP)
 
 
 def main() -> None:
     """Measures and prints the tables."""
-    parser = argparse.ArgumentParser(description="Times FP8 linear layers.")
+    parser = command.parser("benchmarks.kernels.fp8", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--layers", nargs="+", default=list(LAYERS))
-    parser.add_argument("--parts", nargs="+", default=["product", "layer", "mlp"])
+    measure = {"product": products, "layer": layers, "mlp": mlps}
+    parser.add_argument("--parts", nargs="+", choices=measure, default=list(measure))
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     kind = timing.require_gpu()
-    measure = {"product": products, "sweep": sweep, "layer": layers, "mlp": mlps}
     tables = []
     for part in options.parts:
         for tokens in options.tokens:
             for layer in options.layers:
                 k, n = map(int, layer.split("x"))
-                if part == "mlp" and (k > n or k == n):
+                if part == "mlp" and k >= n:
                     continue
                 found = measure[part](tokens, k, n, options.rounds)
                 tables.append(_lines(f"{part} {tokens}x{layer}", found, 2 * tokens * k * n))
@@ -217,11 +172,7 @@ def _lines(title: str, found: dict[str, timing.Timing], flops: int) -> str:
         bases = (b for b in ("bf16", f"bf16 {name.split()[-1]}") if b in found)
         base = next((b for b in bases if found[b].error is None), None)
         ratio = f" ({found[base].median_ms / result.median_ms:.2f})" if base else ""
-        rate = (
-            f" {flops / result.median_ms / 1e9:.0f}"
-            if title.startswith(("product", "sweep"))
-            else ""
-        )
+        rate = f" {flops / result.median_ms / 1e9:.0f}" if title.startswith("product") else ""
         cells.append(f"{name} {result.median_ms:.3f}{ratio}{rate}")
     return f"{title}: " + "; ".join(cells)
 

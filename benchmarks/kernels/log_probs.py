@@ -15,26 +15,18 @@ as the peak above the memory allocated before. The gradients of PyTorch are bflo
 writes a table and all numbers into the folder of results.
 """
 
-import argparse
 import dataclasses
-import functools
-import gc
-import importlib.metadata
-import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, ceilings, peers, timing
+from benchmarks import agreement, command, peers, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.formulas import SEQUENCES
-from benchmarks.kernels.loss import gemms, table
+from benchmarks.kernels.loss import random_arguments, records_of, table
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy, linear_log_probs, linear_token_loss
 from pallas_kernels.log_probs.objectives import clipped_policy_loss, dpo_loss
@@ -143,6 +135,12 @@ def _preference(log_probs, entropy, advantages):
     return dpo_loss(log_probs, jnp.zeros(log_probs.shape), jnp.ones(log_probs.shape))
 
 
+_OF_SEQUENCES: dict[Kind, Callable[..., Any]] = {
+    "policy loss": _clipped,
+    "preference loss": _preference,
+}
+
+
 def _loss_of_sequences(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def loss(x, weight, labels, g, h):
         labels = labels.reshape(SEQUENCES, -1)
@@ -152,83 +150,46 @@ def _loss_of_sequences(fn: Callable[..., Any], **options: Any) -> Callable[..., 
     return loss
 
 
+def _gradients(name: str, entropy: bool = False, *, weight: str = "widened", **options: Any):
+    """Our log-probabilities, with entropies or without, and their gradients."""
+    results = _log_probs(entropy, **_KERNELS, **options)
+    return Setting(f"ours, {name}", "gradients", results, entropy, weight)
+
+
+def _loss_of_tokens(name: str, entropy: bool = False, *, weight: str = "widened", **options: Any):
+    """Our loss of tokens, with entropies or without."""
+    results = _token_loss(entropy, **_KERNELS, **options)
+    return Setting(f"ours, {name}", "token loss", results, entropy, weight)
+
+
 _KERNELS = {"implementation": "mosaic_gpu"}
 _XLA = {"implementation": "xla"}
 SETTINGS = (
     Setting("ours, log-probabilities alone", "value", _log_probs(False, **_KERNELS)),
     Setting("ours, entropies alone", "value", _log_probs(True, **_KERNELS), True),
     Setting("XLA chunks, entropies alone", "value", _log_probs(True, **_XLA), True),
-    Setting("ours, log-probabilities", "gradients", _log_probs(False, **_KERNELS)),
-    Setting(
-        "ours, log-probabilities, logits of 32 MiB",
-        "gradients",
-        _log_probs(False, max_logits_bytes=2**25, **_KERNELS),
-    ),
-    Setting(
-        "ours, log-probabilities, chunks of 2048",
-        "gradients",
-        _log_probs(False, chunk_size=2048, **_KERNELS),
-    ),
-    Setting(
-        "ours, log-probabilities, bfloat16 dweight",
-        "gradients",
-        _log_probs(False, **_KERNELS),
-        weight="bfloat16",
-    ),
-    Setting(
-        "ours, log-probabilities, frozen weight",
-        "gradients",
-        _log_probs(False, **_KERNELS),
-        weight="frozen",
-    ),
-    Setting(
-        "ours, log-probabilities, kept exponentials",
-        "gradients",
-        _log_probs(False, keep_exponentials=True, **_KERNELS),
-    ),
-    Setting(
-        "ours, entropies, kept exponentials",
-        "gradients",
-        _log_probs(True, keep_exponentials=True, **_KERNELS),
-        True,
-    ),
+    _gradients("log-probabilities"),
+    _gradients("log-probabilities, logits of 32 MiB", max_logits_bytes=2**25),
+    _gradients("log-probabilities, chunks of 2048", chunk_size=2048),
+    _gradients("log-probabilities, bfloat16 dweight", weight="bfloat16"),
+    _gradients("log-probabilities, frozen weight", weight="frozen"),
+    _gradients("log-probabilities, kept exponentials", keep_exponentials=True),
+    _gradients("entropies, kept exponentials", True, keep_exponentials=True),
     Setting("ours, losses of tokens", "gradients", _minus_losses(**_KERNELS)),
-    Setting("ours, entropies", "gradients", _log_probs(True, **_KERNELS), True),
-    Setting(
-        "ours, entropies, softcap",
-        "gradients",
-        _log_probs(True, logit_softcap=1e4, **_KERNELS),
-        True,
-    ),
+    _gradients("entropies", True),
+    _gradients("entropies, softcap", True, logit_softcap=1e4),
     Setting("XLA chunks, entropies", "gradients", _log_probs(True, **_XLA), True),
     Setting("XLA, all logits, entropies", "gradients", _all_logits(True), True),
-    Setting("ours, token loss", "token loss", _token_loss(False, **_KERNELS)),
-    Setting(
-        "ours, token loss, frozen weight",
-        "token loss",
-        _token_loss(False, **_KERNELS),
-        weight="frozen",
-    ),
-    Setting("ours, token loss with entropies", "token loss", _token_loss(True, **_KERNELS), True),
-    Setting(
-        "ours, losses of single tokens",
-        "token loss",
-        _token_loss(False, per_token=True, **_KERNELS),
-    ),
-    Setting(
-        "ours, losses of single tokens with entropies",
-        "token loss",
-        _token_loss(True, per_token=True, **_KERNELS),
-        True,
-    ),
+    _loss_of_tokens("token loss"),
+    _loss_of_tokens("token loss, frozen weight", weight="frozen"),
+    _loss_of_tokens("token loss with entropies", True),
+    _loss_of_tokens("losses of single tokens", per_token=True),
+    _loss_of_tokens("losses of single tokens with entropies", True, per_token=True),
     Setting("XLA chunks, token loss", "token loss", _token_loss(False, **_XLA)),
-    Setting("ours, policy loss", "policy loss", _loss_of_sequences(_clipped, **_KERNELS)),
-    Setting("XLA chunks, policy loss", "policy loss", _loss_of_sequences(_clipped, **_XLA)),
-    Setting(
-        "ours, preference loss", "preference loss", _loss_of_sequences(_preference, **_KERNELS)
-    ),
-    Setting(
-        "XLA chunks, preference loss", "preference loss", _loss_of_sequences(_preference, **_XLA)
+    *(
+        Setting(f"{prefix}, {kind}", kind, _loss_of_sequences(fn, **options))
+        for kind, fn in _OF_SEQUENCES.items()
+        for prefix, options in (("ours", _KERNELS), ("XLA chunks", _XLA))
     ),
 )
 # The operation of `benchmarks/peers.py` of a kind with or without entropies, and the rows' names.
@@ -244,154 +205,68 @@ _PEERS = {
 
 def _expected(kind: Kind, entropy: bool) -> Setting:
     """The setting whose results those of a kind must agree with."""
-    match kind:
-        case "token loss":
-            results = _token_loss(entropy, **_XLA)
-        case "policy loss":
-            results = _loss_of_sequences(_clipped, **_XLA)
-        case "preference loss":
-            results = _loss_of_sequences(_preference, **_XLA)
-        case _:
-            results = _log_probs(entropy, **_XLA)
+    if kind in _OF_SEQUENCES:
+        results = _loss_of_sequences(_OF_SEQUENCES[kind], **_XLA)
+    else:
+        results = (_token_loss if kind == "token loss" else _log_probs)(entropy, **_XLA)
     return Setting("expected", kind, results, entropy)
-
-
-def _wrong(result: list[jax.Array], expected: list[jax.Array]) -> timing.Timing | None:
-    error = agreement.relative_error(result, expected)
-    if error < agreement.LIMIT:  # not NaN
-        return None
-    return timing.Timing(error=f"wrong result: relative error {error:.1e}")
-
-
-def _run_peers(
-    kind: tuple[Kind, bool], arguments: Sequence[jax.Array], expected: list[jax.Array]
-) -> dict[str, timing.Timing | tuple[timing.Case, int]]:
-    """For each peer, the calls and their bytes, or why there are none."""
-    op, what = _PEERS.get(kind, ("", ""))
-    x, weight, labels, g, h = arguments
-    arrays = {"x": x, "weight": weight, "labels": labels, "dlog_probs": g, "dentropy": h}
-    arrays["advantages"] = _advantages(g)
-    found = {}
-    for peer in peers.peers_of(op):
-        name = f"{peer.name}, {what}"
-        try:
-            direction = "forward" if kind[0] == "value" else "forward+backward"
-            prepared = peers.prepare(peer, [arrays], direction)
-            wrong = _wrong(list(peers.to_jax(prepared.calls[0]()).values()), expected)
-            # The gradients have the dtypes of the arguments.
-            results = 0 if direction == "forward" else x.nbytes + weight.nbytes
-            case = timing.Case(name, prepared.calls)
-            found[name] = wrong or (case, prepared.num_bytes() - results)
-        except Exception as error:  # running out of memory is a result
-            found[name] = timing.Timing(error=timing.first_line(error))
-    return found
 
 
 def measure(
     shape: Shape, settings: Sequence[Setting], *, with_peers: bool = False, rounds: int
 ) -> list[dict[str, Any]]:
     """One record for each setting at a shape, and for each peer."""
-    tokens, hidden_size, vocab_size = shape
-    keys = jax.random.split(jax.random.key(0), 5)
-    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / 50
-    labels = jax.random.randint(keys[2], (tokens,), 0, vocab_size)
-    g, h = (jax.random.normal(key, (tokens,)) for key in keys[3:])
+    x, weight, labels = random_arguments(shape)
+    g, h = (jax.random.normal(jax.random.key(seed), (len(x),)) for seed in (1, 2))
     arguments = x, weight, labels, g, h
-    bare = gemms(shape)
-    cases = [
-        timing.Case("one GEMM", bare[:1]),
-        timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
-    ]
-    memory, refused = {}, {}
-    names = [s.name for s in settings]
+    arrays = {"x": x, "weight": weight, "labels": labels, "dlog_probs": g, "dentropy": h}
+    arrays["advantages"] = _advantages(g)
+    cases: dict[str, timing.Case] = {}
     alone = {s.name for s in settings if s.kind == "value"}
     kinds: dict[tuple[Kind, bool], None] = dict.fromkeys((s.kind, s.entropy) for s in settings)
-    for kind in kinds:
+    for kind, entropy in kinds:
         # One kind at a time: a dweight has 2 GB at the first shape.
-        expected = jax.tree.leaves(jax.jit(_expected(*kind).program())(*arguments))
-        for setting in (s for s in settings if (s.kind, s.entropy) == kind):
-            try:
-                compiled = jax.jit(setting.program()).lower(*arguments).compile()
-                result = jax.tree.leaves(jax.block_until_ready(compiled(*arguments)))
-            except Exception as error:  # running out of memory is a result
-                refused[setting.name] = timing.Timing(error=timing.first_line(error))
-                continue
-            wrong = _wrong(result, expected)
-            del result
-            if wrong is not None:
-                refused[setting.name] = wrong
-                continue
-            analysis = compiled.memory_analysis()
-            assert analysis is not None
-            memory[setting.name] = analysis.temp_size_in_bytes
-            cases.append(timing.Case(setting.name, [functools.partial(compiled, *arguments)]))
+        expected = jax.tree.leaves(jax.jit(_expected(kind, entropy).program())(*arguments))
+        for setting in settings:
+            if (setting.kind, setting.entropy) == (kind, entropy):
+                cases[setting.name] = agreement.compiled(
+                    setting.name, setting.program(), arguments, lambda got, e=expected: e
+                )
         if with_peers:
             peers.reset()
-            for name, ran in _run_peers(kind, arguments, expected).items():
-                names.append(name)
-                if kind[0] == "value":
-                    alone.add(name)
-                if isinstance(ran, timing.Timing):
-                    refused[name] = ran
-                else:
-                    case, memory[name] = ran
-                    cases.append(case)
+            op, what = _PEERS.get((kind, entropy), ("", ""))
+            direction = "forward" if kind == "value" else "forward+backward"
+            for peer in peers.peers_of(op):
+                name = f"{peer.name}, {what}"
+                cases[name] = peers.case_of(peer, name, arrays, direction, expected)
+                alone |= {name} if kind == "value" else set()
         del expected
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
-    limits = {name: timings.pop(name) for name in ("one GEMM", "three GEMMs")}
-    records = []
-    for name in names:
-        measured = (timings | refused)[name]
-        limit = limits["one GEMM" if name in alone else "three GEMMs"]
-        record: dict[str, Any] = {"shape": list(shape), "setting": name} | measured.summary()
-        if measured.error is None:
-            record |= {"over_gemms": measured.median_ms / limit.median_ms}
-            record |= {"gemms_ms": limit.median_ms, "temporary_bytes": memory[name]}
-        records.append(record)
-    return records
+    ordered = [cases.pop(setting.name) for setting in settings]
+    return records_of(shape, [*ordered, *cases.values()], alone, rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.log_probs",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.log_probs", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=[shapes.LOSS[0]])
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser)
     args = parser.parse_args(argv)
 
-    device_kind = timing.require_gpu()
-    if args.peers and "torch" in peers.missing():
-        sys.exit("--peers needs torch")
+    timing.require_gpu()
+    if args.peers:
+        peers.require_torch()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
-    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
-    command = f"python -m benchmarks.kernels.log_probs {shlex.join(argv)}".strip()
-    title = (
-        f"# linear_log_probs and linear_token_loss on {device_kind}\n\n"
-        f"{time.strftime('%Y-%m-%d')}, {device_kind}, {', '.join(found)}. bfloat16, kernel time, "
-        f"median of {args.rounds} interleaved rounds; {ceilings.measure()} by wall time.\n\n"
-        f"    {command}\n\n"
+    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
+    run.each_shape(
+        args,
+        "log_probs",
+        "linear_log_probs and linear_token_loss",
+        lambda shape: measure(shape, settings, with_peers=args.peers, rounds=args.rounds),
+        table,
     )
-    records: list[dict[str, Any]] = []
-    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
-    for shape in args.shapes:
-        print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
-        gc.collect()
-        jax.clear_caches()
-        # Written after each shape, so that a failure loses only one.
-        records += of_shape
-        text = title + table(records)
-        write_results(args.output_dir, "log_probs", short_name(device_kind), contents, text)
-        print(table(of_shape), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,12 @@ against memory of the first shape.
 measures the loss of a batch in which half of the labels are ignored.
 """
 
-import argparse
 import dataclasses
 import functools
-import gc
 import importlib
-import importlib.metadata
 import itertools
 import json
-import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, ceilings, peers, timing
+from benchmarks import agreement, command, peers, tables, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import LoRA, linear_cross_entropy
 
@@ -127,21 +121,56 @@ SETTINGS = (
 )
 # The only peer that runs in JAX.
 _TOKAMAX = Setting("tokamax", _tokamax, "bfloat16", layout="dv")
-_PEERS = "linear_cross_entropy"
 
 
-def gemms(shape: Shape) -> list[Callable[[], Any]]:
-    """The bare matrix products of the loss and its gradients."""
+def gemms(shape: Shape, dtype: Any = jnp.bfloat16) -> list[Callable[[], Any]]:
+    """The bare matrix products of the loss and its gradients: logits, dx and dweight."""
     tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(1), 3)
-    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16)
-    dlogits = jax.random.normal(keys[2], (tokens, vocab_size), jnp.bfloat16)
+    sizes = (tokens, hidden_size), (vocab_size, hidden_size), (tokens, vocab_size)
+    x, weight, dlogits = (
+        jax.random.normal(key, size, dtype) for key, size in zip(keys, sizes, strict=True)
+    )
     return [
-        functools.partial(jax.jit(lambda a, b: a @ b.T), x, weight),
-        functools.partial(jax.jit(lambda a, b: a @ b), dlogits, weight),
-        functools.partial(jax.jit(lambda a, b: a.T @ b), dlogits, x),
+        # Compiled here, because the precision may be another one where they run.
+        functools.partial(jax.jit(fn).lower(a, b).compile(), a, b)
+        for fn, a, b in (
+            (lambda a, b: a @ b.T, x, weight),
+            (lambda a, b: a @ b, dlogits, weight),
+            (lambda a, b: a.T @ b, dlogits, x),
+        )
     ]
+
+
+def random_arguments(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Random `x`, weight and labels."""
+    tokens, hidden_size, vocab_size = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / 50
+    return x, weight, jax.random.randint(keys[2], (tokens,), 0, vocab_size)
+
+
+def records_of(
+    shape: Shape, cases: Sequence[timing.Case], alone: set[str], rounds: int
+) -> list[dict[str, Any]]:
+    """Times the cases beside the bare GEMMs, of which those of `alone` have only the first."""
+    bare = gemms(shape)
+    beside = [
+        timing.Case("one GEMM", bare[:1]),
+        timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
+    ]
+    timings = timing.compare([*beside, *cases], rounds=rounds, calls_per_round=1)
+    records = []
+    for case in cases:
+        measured = timings[case.name]
+        record: dict[str, Any] = {"shape": list(shape), "setting": case.name} | measured.summary()
+        if measured.error is None:
+            limit = timings["one GEMM" if case.name in alone else "three GEMMs"].median_ms
+            record |= {"over_gemms": measured.median_ms / limit, "gemms_ms": limit}
+            record |= {"temporary_bytes": case.temporary_bytes}
+        records.append(record)
+    return records
 
 
 def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
@@ -163,67 +192,33 @@ def measure(
     ignored: float = 0.0,
 ) -> list[dict[str, Any]]:
     """One record for each setting at a shape, where a share of the labels is ignored."""
-    tokens, hidden_size, vocab_size = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / 50
-    labels = jax.random.randint(keys[2], (tokens,), 0, vocab_size)
-    order = jax.random.permutation(jax.random.key(3), tokens)
-    labels = jnp.where(order < round(ignored * tokens), -100, labels)
-    bare = gemms(shape)
-    cases = [
-        timing.Case("one GEMM", bare[:1]),
-        timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
-    ]
-    memory, refused = {}, {}
+    x, weight, labels = random_arguments(shape)
+    order = jax.random.permutation(jax.random.key(3), len(x))
+    labels = jnp.where(order < round(ignored * len(x)), -100, labels)
     expected = _arrays(_XLA, jax.jit(_XLA.program())(x, weight, labels))
     if with_peers and "tokamax" not in peers.missing():
         settings = [*settings, _TOKAMAX]
+    cases = []
     for setting in settings:
-        dtype = jnp.float32 if setting.weight == "float32" else x.dtype
         of_setting = weight.T if setting.layout == "dv" else weight
-        arguments = x, of_setting.astype(dtype), labels
-        try:
-            compiled = jax.jit(setting.program()).lower(*arguments).compile()
-            result = _arrays(setting, jax.block_until_ready(compiled(*arguments)))
-        except Exception as error:  # running out of memory is a result
-            refused[setting.name] = timing.Timing(error=timing.first_line(error))
-            continue
-        error = agreement.relative_error(result, expected)
-        del result
-        if not error < agreement.LIMIT:  # also NaN
-            refused[setting.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
-            continue
-        analysis = compiled.memory_analysis()
-        assert analysis is not None
-        memory[setting.name] = analysis.temp_size_in_bytes
-        cases.append(timing.Case(setting.name, [functools.partial(compiled, *arguments)]))
-    del expected  # 2 GB at the first shape
+        dtype = jnp.float32 if setting.weight == "float32" else x.dtype
+        cases.append(
+            agreement.compiled(
+                setting.name,
+                setting.program(),
+                (x, of_setting.astype(dtype), labels),
+                lambda got: expected,
+                leaves=functools.partial(_arrays, setting),
+            )
+        )
     if with_peers:
         peers.reset()
         arrays = {"x": x, "weight": weight, "labels": labels}
-        for peer in peers.peers_of(_PEERS):
-            try:
-                prepared = peers.prepare(peer, [arrays], "forward+backward")
-                prepared.calls[0]()
-                # The gradients have the dtypes of the arguments.
-                memory[peer.name] = prepared.num_bytes() - x.nbytes - weight.nbytes
-            except Exception as error:
-                refused[peer.name] = timing.Timing(error=timing.first_line(error))
-                continue
-            cases.append(timing.Case(peer.name, prepared.calls))
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
-    limits = {name: timings.pop(name) for name in ("one GEMM", "three GEMMs")}
-    records = []
-    alone = {s.name for s in settings if not s.gradients}
-    for name, measured in (timings | refused).items():
-        limit = limits["one GEMM" if name in alone else "three GEMMs"]
-        record: dict[str, Any] = {"shape": list(shape), "setting": name} | measured.summary()
-        if measured.error is None:
-            record |= {"over_gemms": measured.median_ms / limit.median_ms}
-            record |= {"gemms_ms": limit.median_ms, "temporary_bytes": memory[name]}
-        records.append(record)
-    return records
+        cases += [
+            peers.case_of(peer, peer.name, arrays, "forward+backward", None)
+            for peer in peers.peers_of("linear_cross_entropy")
+        ]
+    return records_of(shape, cases, {s.name for s in settings if not s.gradients}, rounds)
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -232,20 +227,21 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
         rows = [r for r in records if tuple(r["shape"]) == shape]
         limit = max(r.get("gemms_ms", 0.0) for r in rows)
-        lines += [
-            f"## {shapes.label(shape)}, three GEMMs {limit:.1f} ms",
-            "",
-            "| setting | ms | over its GEMMs | MiB beside arguments and results |",
-            "|---|---|---|---|",
-        ]
-        for r in rows:
-            if "error" in r:
-                lines.append(f"| {r['setting']} | {r['error']} | | |")
-                continue
-            lines.append(
-                f"| {r['setting']} | {r['median_ms']:.1f} | {r['over_gemms']:.3f} | "
-                f"{r['temporary_bytes'] / 2**20:.0f} |"
-            )
+        lines += [f"## {shapes.label(shape)}, three GEMMs {limit:.1f} ms", ""]
+        lines += tables.markdown(
+            ["setting", "ms", "over its GEMMs", "MiB beside arguments and results"],
+            [
+                [r["setting"], r["error"]]
+                if "error" in r
+                else [
+                    r["setting"],
+                    f"{r['median_ms']:.1f}",
+                    f"{r['over_gemms']:.3f}",
+                    f"{r['temporary_bytes'] / 2**20:.0f}",
+                ]
+                for r in rows
+            ],
+        )
         lines.append("")
     return "\n".join(lines)
 
@@ -323,52 +319,34 @@ def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.loss",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.loss", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
     parser.add_argument("--layouts", nargs="+", choices=["vd", "dv"], default=["vd"])
     parser.add_argument("--ignored", type=float, default=0.0, help="share of ignored labels")
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser)
     parser.add_argument("--chart", type=Path, help="draw this PNG from the JSON file of results")
     args = parser.parse_args(argv)
     if args.chart is not None and args.chart.with_suffix(".json").exists():
         draw(json.loads(args.chart.with_suffix(".json").read_text())["records"], args.chart)
         return
 
-    device_kind = timing.require_gpu()
-    if args.peers and "torch" in peers.missing():
-        sys.exit("--peers needs torch")
+    timing.require_gpu()
+    if args.peers:
+        peers.require_torch()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
     settings = [s.with_layout(layout) for s in settings for layout in args.layouts]
-    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
-    command = f"python -m benchmarks.kernels.loss {shlex.join(argv)}"
-    title = (
-        f"# linear_cross_entropy on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
-        f"{', '.join(found)}. bfloat16, kernel time, median of {args.rounds} interleaved rounds; "
-        f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
-    )
-    device = short_name(device_kind)
-    records: list[dict[str, Any]] = []
-    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
-    for shape in args.shapes:
-        print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        of_shape = measure(
+    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
+    run.each_shape(
+        args,
+        "linear_cross_entropy",
+        "linear_cross_entropy",
+        lambda shape: measure(
             shape, settings, with_peers=args.peers, rounds=args.rounds, ignored=args.ignored
-        )
-        gc.collect()
-        jax.clear_caches()
-        # Written after each shape. Seven shapes take five minutes, and a failure loses only one.
-        records += of_shape
-        text = title + table(records)
-        write_results(args.output_dir, "linear_cross_entropy", device, contents, text)
-        print(table(of_shape), flush=True)
+        ),
+        table,
+    )
 
 
 if __name__ == "__main__":

@@ -19,11 +19,9 @@ fits the rates of `pallas_kernels/loss/cost.py` to such files, and prints them a
 estimates with the old and the new rates. It needs no GPU.
 """
 
-import argparse
+import functools
 import gc
-import importlib.metadata
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,10 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks import agreement, ceilings, timing
+from benchmarks import agreement, command, tables, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name, write_results
-from benchmarks.kernels.loss import gemms
+from benchmarks.kernels.loss import gemms, random_arguments
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy
 from pallas_kernels.loss import cost, differentiable, plan
@@ -161,47 +158,38 @@ def bare_gemms(shape: Shape) -> tuple[list[Callable[[], Any]], int]:
 def measure(shape: Shape, *, rounds: int, most: int, seconds: float) -> dict[str, Any]:
     """The record of a shape; plans that there is no time to compile are left out."""
     end = time.monotonic() + _SHARE_OF_COMPILING * seconds
-    tokens, hidden_size, vocab_size = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / 50
-    arguments = x, weight, jax.random.randint(keys[2], (tokens,), 0, vocab_size)
+    arguments = random_arguments(shape)
     bare, times = bare_gemms(shape)
-    cases = [timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]])]
     candidates, chosen = selected(shape, most)
-    errors, memory, expected = {}, {}, None
+    cases: list[timing.Case] = []
+    expected = agreement.of_first()
+
+    def wrong(result: Any) -> str | None:
+        got = jax.tree.leaves(result)
+        return agreement.reason(got, expected(got))
+
     for number, (name, candidate) in enumerate(candidates.items()):
-        if len(cases) > len(LIMITS) and time.monotonic() > end:
-            errors[name] = timing.Timing(error="no time was left to compile it")
-            continue
-        try:
+
+        def prepare(number: int = number, candidate: Candidate = candidate) -> list[Any]:
+            is_timed = sum(case.error is None for case in cases)
+            if is_timed >= len(LIMITS) and time.monotonic() > end:
+                raise agreement.Rejected("no time was left to compile it")
             program = compiled(shape, candidate.plan, number, arguments)
-            loss, gradients = jax.block_until_ready(program(*arguments))
-        except Exception as error:  # running out of memory is a result
-            errors[name] = timing.Timing(error=timing.first_line(error))
-            continue
-        expected = [loss, *gradients] if expected is None else expected
-        difference = agreement.relative_error([loss, *gradients], expected)
-        del loss, gradients
-        if not difference < agreement.LIMIT:  # also NaN
-            reason = f"wrong result: relative error {difference:.1e}"
-            errors[name] = timing.Timing(error=reason)
-            continue
-        analysis = program.memory_analysis()
-        assert analysis is not None
-        memory[name] = analysis.temp_size_in_bytes
-        cases.append(timing.Case(name, [lambda program=program: program(*arguments)]))
+            return [functools.partial(program, *arguments)]
+
+        cases.append(agreement.checked(name, prepare, wrong, agreement.bytes_of_first))
     del expected
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
-    bare_ms = times * timings.pop("three GEMMs").median_ms
-    timings |= errors
+    beside = timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]])
+    timings = timing.compare([beside, *cases], rounds=rounds, calls_per_round=1)
+    bare_ms = times * timings["three GEMMs"].median_ms
     plans = []
-    for name, candidate in candidates.items():
-        record = {"plan": name, "logits_bytes": candidate.num_bytes, **_contents(candidate.plan)}
-        record |= {"estimate_ms": 1e3 * candidate.seconds} | timings[name].summary()
-        if timings[name].error is None:
-            record |= {"over_gemms": timings[name].median_ms / bare_ms}
-            record |= {"temporary_bytes": memory[name]}
+    for case, candidate in zip(cases, candidates.values(), strict=True):
+        record = {"plan": case.name, "logits_bytes": candidate.num_bytes}
+        record |= {**_contents(candidate.plan), "estimate_ms": 1e3 * candidate.seconds}
+        record |= timings[case.name].summary()
+        if timings[case.name].error is None:
+            record |= {"over_gemms": timings[case.name].median_ms / bare_ms}
+            record |= {"temporary_bytes": case.temporary_bytes}
         plans.append(record)
     limits = {name: plan.limit_of(request_of(shape, limit)) for name, limit in LIMITS.items()}
     return {
@@ -259,7 +247,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     header = ["tokens x D x V", "GEMMs"]
     for limit in LIMITS:
         header += [f"{limit}: plan", "over GEMMs", "fastest", "regret"]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    rows = []
     for record in records:
         row = [shapes.label(record["shape"]), f"{record['gemms_ms']:.1f} ms"]
         for limit, chosen in record["chosen"].items():
@@ -269,19 +257,19 @@ def table(records: Sequence[dict[str, Any]]) -> str:
                 continue
             ratio, loss, best = found
             row += [chosen, f"{ratio:.3f}", best if loss else "the same", f"{100 * loss:.1f} %"]
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "| tokens x D x V | plan | ms | over GEMMs | estimate over measured | MiB |"]
-    lines.append("|---|---|---|---|---|---|")
+        rows.append(row)
+    every = []
     for record in records:
         label = shapes.label(record["shape"])
         for p in record["plans"]:
             if "error" in p:
-                lines.append(f"| {label} | {p['plan']} | {p['error']} | | | |")
+                every.append([label, p["plan"], p["error"]])
                 continue
-            lines.append(
-                f"| {label} | {p['plan']} | {p['median_ms']:.2f} | {p['over_gemms']:.3f} | "
-                f"{p['estimate_ms'] / p['median_ms']:.3f} | {p['temporary_bytes'] / 2**20:.0f} |"
-            )
+            cells = [f"{p['median_ms']:.2f}", f"{p['over_gemms']:.3f}"]
+            cells.append(f"{p['estimate_ms'] / p['median_ms']:.3f}")
+            every.append([label, p["plan"], *cells, f"{p['temporary_bytes'] / 2**20:.0f}"])
+    columns = ["tokens x D x V", "plan", "ms", "over GEMMs", "estimate over measured", "MiB"]
+    lines = [*tables.markdown(header, rows), "", *tables.markdown(columns, every)]
     return "\n".join(lines) + "\n"
 
 
@@ -337,11 +325,7 @@ def _choice(record: dict[str, Any], limit: str, rates: cost.Rates) -> str | None
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures or fits, writes the results and prints them."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.loss_plans",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.loss_plans", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--plans", type=int, default=8, help="most plans of a shape")
@@ -355,16 +339,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     start = time.monotonic()
-    device_kind = timing.require_gpu()
-    found = [f"{p} {importlib.metadata.version(p)}" for p in ("jax", "jaxlib")]
-    command = f"python -m benchmarks.kernels.loss_plans {shlex.join(argv)}"
-    title = (
-        f"# Plans of linear_cross_entropy on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, "
-        f"{device_kind}, {', '.join(found)}. bfloat16, kernel time, median of {args.rounds} "
-        f"interleaved rounds; {ceilings.measure()} by wall time.\n\n    {command}\n\n"
-    )
+    run = command.Run.start(parser, argv, args.rounds)
     records: list[dict[str, Any]] = []
-    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for number, shape in enumerate(args.shapes):
         left = args.seconds - (time.monotonic() - start)
         if left <= 0:
@@ -380,8 +356,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         records.append(record)
         gc.collect()
         jax.clear_caches()
-        text = title + table(records)
-        write_results(args.output_dir, "loss_plans", short_name(device_kind), contents, text)
+        text = run.heading("Plans of linear_cross_entropy") + table(records)
+        run.write(args.output_dir, "loss_plans", run.contents(records), text)
     print(table(records), flush=True)
 
 

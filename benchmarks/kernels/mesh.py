@@ -12,7 +12,6 @@ float32, activations bfloat16 on GPUs and float32 on CPUs. A time is the wall ti
 median over interleaved rounds.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -24,8 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import timing
-from benchmarks.kernels.sharded import wall_ms
+from benchmarks import agreement, command, timing
 from pallas_kernels import linear_cross_entropy, rms_norm, swiglu_mlp
 
 _NUM_CPU_DEVICES = 8
@@ -211,21 +209,16 @@ def programs(
 def errors(found: dict[str, Any]) -> dict[str, float]:
     """Largest relative difference of a gradient from those of the program by hand."""
 
-    def norm(a: Any) -> Any:
-        return jnp.linalg.norm(jnp.ravel(a.astype(jnp.float32)))
-
     def results(name: str) -> list[Any]:
         compiled, args = found[name]
         return [jax.device_get(a) for a in jax.tree.leaves(compiled(*args))]
 
     want = results("by hand")
-    differences = {}
-    for name in found:
-        if name == "by hand" or isinstance(found[name], str):
-            continue
-        pairs = zip(results(name), want, strict=True)
-        differences[name] = max(float(norm(g - w) / norm(w)) for g, w in pairs)
-    return differences
+    return {
+        name: agreement.relative_error(results(name), want)
+        for name, program in found.items()
+        if name != "by hand" and not isinstance(program, str)
+    }
 
 
 def line(found: dict[str, Any], timings: dict[str, timing.Timing], wrong: dict[str, float]) -> str:
@@ -247,7 +240,7 @@ def line(found: dict[str, Any], timings: dict[str, timing.Timing], wrong: dict[s
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table with a line for each operation."""
-    parser = argparse.ArgumentParser(description="the operations on a mesh")
+    parser = command.parser("benchmarks.kernels.mesh", __doc__)
     parser.add_argument("--operations", nargs="+", help="beginnings of names; all by default")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="with `by hand`")
     parser.add_argument("--rounds", type=int, default=10)
@@ -272,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not isinstance(program, str)
         ]
         timings = timing.compare(
-            cases, rounds=flags.rounds, calls_per_round=flags.calls, measure=wall_ms
+            cases, rounds=flags.rounds, calls_per_round=flags.calls, measure=timing.wall_ms
         )
         print(f"| {name} | {line(found, timings, wrong)} |", flush=True)
 

@@ -18,22 +18,17 @@ candidates. The benchmark writes a table and all numbers into the folder of resu
 shape. The last table has a row for each shape: the kernels beside XLA.
 """
 
-import argparse
 import dataclasses
 import functools
-import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, ceilings, timing
+from benchmarks import agreement, command, tables, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import swiglu, swiglu_mlp
 from pallas_kernels.gpu.device import target_device
@@ -181,34 +176,18 @@ def _whole(implementation, save, *arrays):
 
 def measure(part: Part, rounds: int) -> dict[str, Any]:
     """Times the ways of a part beside its GEMMs."""
-    cases = [timing.Case("GEMMs", [lambda: [gemm() for gemm in part.gemms]])]
-    memory, refused, expected = {}, {}, None
-    for way in part.ways:
-        try:
-            compiled = jax.jit(way.fn).lower(*part.inputs).compile()
-            got = jax.block_until_ready(compiled(*part.inputs))
-        except Exception as error:  # that a way does not compile or fit is a result
-            refused[way.name] = timing.Timing(error=timing.first_line(error))
-            continue
-        expected = expected or got
-        error = agreement.relative_error(got, expected)
-        del got
-        if not error < agreement.LIMIT:  # also NaN
-            refused[way.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
-            continue
-        analysis = compiled.memory_analysis()
-        assert analysis is not None
-        memory[way.name] = analysis.temp_size_in_bytes
-        cases.append(timing.Case(way.name, [functools.partial(compiled, *part.inputs)]))
-    timings = timing.compare(cases, rounds=rounds) | refused
-    gemms = timings.pop("GEMMs")
+    expected = agreement.of_first()
+    cases = [agreement.compiled(way.name, way.fn, part.inputs, expected) for way in part.ways]
+    del expected
+    gemms = timing.Case("GEMMs", [lambda: [gemm() for gemm in part.gemms]])
+    timings = timing.compare([gemms, *cases], rounds=rounds)
     return {
         "part": part.name,
-        "gemms_ms": gemms.median_ms,
+        "gemms_ms": timings["GEMMs"].median_ms,
         "ways": [
-            {"name": way.name, "temporary_bytes": memory.get(way.name)}
-            | timings[way.name].summary()
-            for way in part.ways
+            {"name": case.name, "temporary_bytes": case.temporary_bytes}
+            | timings[case.name].summary()
+            for case in cases
         ],
     }
 
@@ -218,20 +197,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     lines = []
     for record in records:
         gemms = record["gemms_ms"]
-        lines += [
-            f"## {shapes.label(record['shape'])}, {record['part']}: GEMMs {gemms:.3f} ms",
-            "",
-            "| | ms | over the GEMMs | MiB beside arguments and results |",
-            "|---|---|---|---|",
-        ]
         timed = [way for way in record["ways"] if "error" not in way]
-        for way in sorted(timed, key=lambda way: way["median_ms"]):
-            lines.append(
-                f"| {way['name']} | {way['median_ms']:.3f} | {way['median_ms'] / gemms:.3f} | "
-                f"{way['temporary_bytes'] / 2**20:.0f} |"
-            )
-        failed = [way for way in record["ways"] if "error" in way]
-        lines += [f"| {way['name']} | {way['error']} | | |" for way in failed] + [""]
+        rows = [
+            [
+                way["name"],
+                f"{way['median_ms']:.3f}",
+                f"{way['median_ms'] / gemms:.3f}",
+                f"{way['temporary_bytes'] / 2**20:.0f}",
+            ]
+            for way in sorted(timed, key=lambda way: way["median_ms"])
+        ]
+        rows += [[way["name"], way["error"]] for way in record["ways"] if "error" in way]
+        header = ["", "ms", "over the GEMMs", "MiB beside arguments and results"]
+        label = f"{shapes.label(record['shape'])}, {record['part']}"
+        lines += [f"## {label}: GEMMs {gemms:.3f} ms", "", *tables.markdown(header, rows), ""]
     return "\n".join(lines)
 
 
@@ -245,21 +224,20 @@ _COMPARED = (
 
 def summary(records: Sequence[dict[str, Any]]) -> str:
     """Markdown with a row for each shape: times over the GEMMs, the kernels' and XLA's."""
-    lines = [
-        "## All shapes: time over the GEMMs, by the kernels (by XLA)",
-        "",
-        "| tokens x D x F | gate, up and product | dgate, dup and product | forward and backward |",
-        "|---|---|---|---|",
-    ]
     by_shape: dict[Shape, dict[str, dict[str, Any]]] = {}
     for record in records:
         by_shape.setdefault(tuple(record["shape"]), {})[record["part"]] = record
-    for shape, by_part in by_shape.items():
-        cells = [
+    rows = [
+        [shapes.label(shape)]
+        + [
             f"{_over_gemms(by_part.get(part), kernel)} ({_over_gemms(by_part.get(part), xla)})"
             for part, kernel, xla in _COMPARED
         ]
-        lines.append(f"| {shapes.label(shape)} | {' | '.join(cells)} |")
+        for shape, by_part in by_shape.items()
+    ]
+    parts = ["gate, up and product", "dgate, dup and product", "forward and backward"]
+    title = "## All shapes: time over the GEMMs, by the kernels (by XLA)"
+    lines = [title, "", *tables.markdown(["tokens x D x F", *parts], rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -276,33 +254,22 @@ def _over_gemms(record: dict[str, Any] | None, name: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes and prints."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.mlp",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.mlp", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=("projections", "gradients", "mlp"))
     parser.add_argument("--sweep", action="store_true", help="more launch parameters")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser)
     args = parser.parse_args(argv)
-    device_kind = timing.require_gpu()
-    header = (
-        f"# swiglu_mlp on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, jax {jax.__version__}. "
-        f"bfloat16, kernel time, median of {args.rounds} interleaved rounds; in the same run, by "
-        f"wall time, {ceilings.measure()}.\n\n"
-        f"    {shlex.join(['python', '-m', 'benchmarks.kernels.mlp', *argv])}\n\n"
-    )
-    records, text = [], header
+    run = command.Run.start(parser, argv, args.rounds)
+    records, text = [], ""
     for shape in args.shapes:
         for part in parts(shape, sweep=args.sweep):
             if args.parts and part.name not in args.parts:
                 continue
             print(f"{shapes.label(shape)} {part.name} ...", file=sys.stderr, flush=True)
             records.append({"shape": list(shape)} | measure(part, args.rounds))
-        text = header + table(records) + "\n" + summary(records)
-        write_results(args.output_dir, "swiglu_mlp", short_name(device_kind), records, text)
+        text = run.heading("swiglu_mlp") + table(records) + "\n" + summary(records)
+        run.write(args.output_dir, "swiglu_mlp", records, text)
     print(text)
 
 

@@ -15,27 +15,25 @@ copy's. `!` marks a cell whose best candidate is over 1 % faster. To compare wit
 run this file in a copy of that library.
 """
 
-import argparse
 import dataclasses
+import functools
 import itertools
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
-from benchmarks.kernels import ops, tune
+from benchmarks import agreement, command, tables, timing
+from benchmarks.kernels import ops, sweep
 from benchmarks.kernels.formulas import Arrays
+from benchmarks.kernels.ops import Direction
 from benchmarks.kernels.tunables import TUNABLES
-
-type Direction = Literal["forward", "backward"]
 
 # Widths of models, widths between them, and multiples of 64 alone; all the rest is like these.
 # fmt: off
@@ -49,8 +47,6 @@ _CASES: tuple[tuple[str, Direction], ...] = tuple(
     itertools.product(("rms_norm", "add_rms_norm"), ("forward", "backward"))
 )
 _LARGEST_RATIO = 1.2
-# Sums may be in any order, which moves them by epsilons of float32.
-_LEAST_ERROR = 64 * 2.0**-23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +55,13 @@ class Found:
 
     Attributes:
       timings: Timing of each configuration by its text, the default one first.
-      ratios: Error ratio of each configuration that ran.
       copy: Timing of the copy.
+      ratios: Error ratio of each configuration that ran.
     """
 
     timings: dict[str, timing.Timing]
-    ratios: dict[str, float]
     copy: timing.Timing
+    ratios: dict[str, float]
 
     @property
     def best(self) -> str | None:
@@ -102,9 +98,8 @@ def error_ratio(
     """The largest ratio of the errors of `got` and of `plain`, over the arrays; NaN with a NaN."""
     ratios = []
     for name, value in exact.items():
-        scale = np.sqrt(np.mean(np.square(value)))
-        error, of_plain = (np.sqrt(np.mean(np.square(some[name] - value))) for some in (got, plain))
-        ratios.append(error / max(of_plain, _LEAST_ERROR * scale))
+        error, of_plain = (sweep.rms(some[name] - value) for some in (got, plain))
+        ratios.append(error / max(of_plain, sweep.LEAST_ERROR * sweep.rms(value)))
     return float(np.max(ratios))
 
 
@@ -125,47 +120,36 @@ def measure(
     op: str, direction: Direction, shape: tuple[int, int], configs: Sequence[Any], rounds: int
 ) -> Found:
     """Checks and times the configurations."""
-    num_rows, width = shape
     sets = ops.input_sets(TUNABLES[op].inputs, shape)
     in_float32: Arrays = {name: array.astype(jnp.float32) for name, array in sets[0].items()}
     kept = ops.keep(contender(op, None), sets) if direction == "backward" else None
-    plain = tune.contender(op, None)
-
-    def prepared(config: Any) -> ops.Prepared | Exception:
-        try:
-            return ops.prepare(contender(op, config), sets, direction, kept=kept)
-        except Exception as error:  # that a configuration does not compile is a result
-            return error
-
+    plain = sweep.contender(op, None)
     with ThreadPoolExecutor() as pool:  # a compiler has one core
         of_plain = pool.submit(ops.prepare, plain, sets[:1], direction)
         of_exact = pool.submit(ops.prepare, plain, [in_float32], direction)
-        found = list(pool.map(prepared, configs))
-    expected = tune.checked(of_plain.result()), tune.checked(of_exact.result())
+        found = {
+            "default" if config is None else str(config): pool.submit(
+                ops.prepare, contender(op, config), sets, direction, kept=kept
+            )
+            for config in configs
+        }
+    expected = [sweep.sampled(some.result()[0]()) for some in (of_plain, of_exact)]
     del in_float32, of_exact, of_plain
 
-    cases, timings, ratios = [], {}, {}
-    for config, made in zip(configs, found, strict=True):
-        name = "default" if config is None else str(config)
-        timings[name] = timing.Timing()
-        if isinstance(made, Exception):
-            timings[name].error = timing.first_line(made)
-            continue
-        try:
-            ratios[name] = error_ratio(tune.checked(made), *expected)
-        except Exception as error:
-            timings[name].error = timing.first_line(error)
-            continue
+    ratios = {}
+
+    def wrong(name: str, got: Arrays) -> str | None:
+        ratios[name] = error_ratio(sweep.sampled(got), *expected)
         if ratios[name] <= _LARGEST_RATIO:
-            cases.append(timing.Case(name, made.calls))
-        else:
-            timings[name].error = f"errs {ratios[name]:.2f} times as much as plain JAX"
-    copy = ops.copy(TUNABLES[op].passes[direction] * 2 * num_rows * width)
-    measured = timing.compare([timing.Case(copy.name, copy.calls), *cases], rounds=rounds)
-    of_copy = measured.pop(copy.name)
-    if of_copy.error is not None:
-        sys.exit(f"the copy failed, so there is no limit: {of_copy.error}")
-    return Found(timings | measured, ratios, of_copy)
+            return None
+        return f"errs {ratios[name]:.2f} times as much as plain JAX"
+
+    cases = [
+        agreement.checked(name, of_config.result, functools.partial(wrong, name))
+        for name, of_config in found.items()
+    ]
+    copy = ops.copy(ops.OPS[op].num_bytes(shape, direction))
+    return Found(*ops.compare_with_copy(copy, cases, rounds), ratios)
 
 
 def lines_of(op: str, direction: Direction, shape: tuple[int, int], found: Found) -> Iterator[str]:
@@ -183,21 +167,17 @@ def lines_of(op: str, direction: Direction, shape: tuple[int, int], found: Found
 
 def table(results: dict[tuple[int, int], dict[tuple[str, Direction], Found]]) -> str:
     """The table of all shapes in Markdown."""
-    heads = [f"{op} {direction}" for op, direction in _CASES]
-    lines = [f"| rows x D | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for (num_rows, width), found in results.items():
-        cells = [found[case].cell() if case in found else "" for case in _CASES]
-        lines.append(f"| {num_rows} x {width} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    header = ["rows x D", *(f"{op} {direction}" for op, direction in _CASES)]
+    rows = [
+        [f"{num_rows} x {width}"] + [found[case].cell() if case in found else "" for case in _CASES]
+        for (num_rows, width), found in results.items()
+    ]
+    return "\n".join(tables.markdown(header, rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, and prints and writes what it found."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.norm_widths",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.norm_widths", __doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--rows", type=int, nargs="+", default=[16384])
     parser.add_argument("--ops", nargs="+", choices=("rms_norm", "add_rms_norm"))

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,6 @@ from benchmarks.kernels.formulas import (
     ADD_RMS_NORM,
     EPS,
     LAYER_NORM,
-    LINEAR_CROSS_ENTROPY,
     RMS_NORM,
     SWIGLU,
     Arrays,
@@ -27,7 +27,9 @@ from benchmarks.kernels.formulas import (
 )
 from benchmarks.kernels.shapes import Shape
 
-type Direction = Literal["forward", "backward", "forward+backward"]
+type Direction = Literal["forward", "backward"]
+# Returns outputs or gradients by name.
+type Call = Callable[[], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,38 +48,6 @@ class Contender:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A contender that is ready to run in one direction.
-
-    Attributes:
-      calls: One call for each set of inputs; it returns outputs or gradients by name.
-      num_bytes: Function that returns the peak memory of a call beyond its inputs, in bytes.
-    """
-
-    calls: list[Callable[[], dict[str, Any]]]
-    num_bytes: Callable[[], int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """The most that the card can do, measured in the same rounds.
-
-    Attributes:
-      name: Name of the work, such as "copy".
-      amount: Bytes or floating-point operations of a call.
-      unit: Unit of the rate, such as GB/s.
-      scale: Bytes or operations in one unit, such as 1e9.
-      calls: Calls to time.
-    """
-
-    name: str
-    amount: float
-    unit: str
-    scale: float
-    calls: list[Callable[[], Any]]
-
-
-@dataclasses.dataclass(frozen=True)
 class Op:
     """An operation and how it is measured.
 
@@ -85,17 +55,20 @@ class Op:
       name: Name of the public function.
       shapes: Shapes that are measured unless the command line names others.
       inputs: Function that makes inputs and cotangents from a shape and a random key.
-      limit: Function that makes the limit from a shape and a direction.
+      passes: Arrays of the size of the input that it must at least read or write, by direction.
+        Weights and the statistics of the rows are neglected.
       contenders: Implementations in JAX, ours first.
-      directions: Directions that are timed, each alone.
     """
 
     name: str
     shapes: tuple[Shape, ...]
     inputs: Callable[[Shape, jax.Array], Arrays]
-    limit: Callable[[Shape, Direction], Limit]
+    passes: dict[Direction, int]
     contenders: tuple[Contender, ...]
-    directions: tuple[Direction, ...]
+
+    def num_bytes(self, shape: Shape, direction: Direction) -> int:
+        """Bytes of the passes, in 16 bits."""
+        return self.passes[direction] * 2 * math.prod(shape)
 
 
 # Running a contender in JAX
@@ -110,8 +83,8 @@ def prepare(
     compile_program: Callable[[jax.stages.Lowered], jax.stages.Compiled] = (
         jax.stages.Lowered.compile
     ),
-) -> Prepared:
-    """Compiles a JAX contender.
+) -> list[Call]:
+    """Compiles a JAX contender; returns a call for each set.
 
     Args:
       contender: Implementation to compile.
@@ -131,10 +104,6 @@ def prepare(
         gradients = dict(zip(formula.inputs, vjp(cotangents), strict=True))
         return {f"d{name}": gradients[name] for name in formula.gradients}
 
-    def both(*inputs):
-        outputs, vjp = _forward_keeping(contender, *inputs)
-        return outputs | backward(vjp, {name: jnp.ones_like(a) for name, a in outputs.items()})
-
     match direction:
         case "forward":
             run = functools.partial(_forward, contender)
@@ -151,17 +120,8 @@ def prepare(
             vjps = [jax.tree.unflatten(tree, leaves) for leaves in kept]
             cotangents = [{name: arrays[f"d{name}"] for name in formula.outputs} for arrays in sets]
             arguments = list(zip(vjps, cotangents, strict=True))
-        case "forward+backward":
-            run = both
-
     compiled = compile_program(jax.jit(run).lower(*arguments[0]))
-
-    def num_bytes() -> int:
-        analysis = compiled.memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-
-    return Prepared([functools.partial(compiled, *inputs) for inputs in arguments], num_bytes)
+    return [functools.partial(compiled, *inputs) for inputs in arguments]
 
 
 def keep(contender: Contender, sets: list[Arrays]) -> list[list[jax.Array]]:
@@ -198,10 +158,10 @@ def input_sets(inputs: Callable[[Shape, jax.Array], Arrays], shape: Shape) -> li
     return [first] + [make(jax.random.key(1 + i)) for i in range(timing.rotation(num_bytes) - 1)]
 
 
-# The limits
+# The limit
 
 
-def copy(num_bytes: int) -> Limit:
+def copy(num_bytes: int) -> timing.Case:
     """A kernel that reads half of `num_bytes` and writes the other half."""
     size = num_bytes // 8
     sources = [
@@ -210,34 +170,18 @@ def copy(num_bytes: int) -> Limit:
     ]
     # `jnp.copy` would be a memcpy, which the timing does not count.
     kernel = jax.jit(lambda source: source ^ jnp.uint32(1))
-    calls = [functools.partial(kernel, source) for source in sources]
-    return Limit("copy", num_bytes, "GB/s", 1e9, calls)
+    return timing.Case("copy", [functools.partial(kernel, source) for source in sources])
 
 
-def copy_of_passes(op: str) -> Callable[[Shape, Direction], Limit]:
-    """The limit of an operation that is bound by memory: a copy of as many bytes as it moves."""
-    return lambda shape, direction: copy(PASSES[op][direction] * 2 * math.prod(shape))
-
-
-def _three_gemms(shape: Shape, direction: Direction) -> Limit:
-    """The products for the logits and both gradients, 2048 tokens at a time to save memory."""
-    del direction
-    tokens, hidden_size, vocab_size = shape
-    part = math.gcd(tokens, 2048)
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (part, hidden_size), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16)
-    dlogits = jax.random.normal(keys[2], (part, vocab_size), jnp.bfloat16)
-    gemms = [
-        functools.partial(jax.jit(lambda a, b: a @ b.T), x, weight),
-        functools.partial(jax.jit(lambda a, b: a @ b), dlogits, weight),
-        functools.partial(jax.jit(lambda a, b: a.T @ b), dlogits, x),
-    ]
-
-    def call():
-        return [[gemm() for gemm in gemms] for _ in range(tokens // part)][-1]
-
-    return Limit("three GEMMs", 6.0 * math.prod(shape), "TFLOP/s", 1e12, [call])
+def compare_with_copy(
+    copy: timing.Case, cases: Sequence[timing.Case], rounds: int
+) -> tuple[dict[str, timing.Timing], timing.Timing]:
+    """Times the cases and the copy in turns, and ends the program if the copy fails."""
+    timings = timing.compare([copy, *cases], rounds=rounds)
+    limit = timings.pop(copy.name)
+    if limit.error is not None:
+        sys.exit(f"the copy failed, so there is no limit: {limit.error}")
+    return timings, limit
 
 
 # The operations
@@ -257,18 +201,6 @@ def _swiglu_inputs(shape: Shape, key: jax.Array) -> Arrays:
     return {
         name: jax.random.normal(key, shape, jnp.bfloat16)
         for name, key in zip(names, keys, strict=True)
-    }
-
-
-def _loss_inputs(shape: Shape, key: jax.Array) -> Arrays:
-    tokens, hidden_size, vocab_size = shape
-    keys = jax.random.split(key, 3)
-    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16)
-    return {
-        "x": jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16),
-        # The logits have about unit variance, as those of a model early in training.
-        "weight": weight / hidden_size**0.5,
-        "labels": jax.random.randint(keys[2], (tokens,), 0, vocab_size),
     }
 
 
@@ -308,82 +240,49 @@ def _keeping_inputs(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(fn, policy=policy, prevent_cse=False)
 
 
-def _contenders(
-    formula: Formula, fn: Callable[..., Any], implementations: tuple[str, ...], **options: Any
-) -> tuple[Contender, ...]:
-    """The named implementations, and `default`, which passes `implementation=None`."""
+def _contenders(formula: Formula, fn: Callable[..., Any], **options: Any) -> tuple[Contender, ...]:
+    """Our kernel, plain JAX, and `default`, which passes `implementation=None`."""
     columns = []
-    for name in (*implementations, "default"):
+    for name in ("mosaic_gpu", "reference", "default"):
         implementation = None if name == "default" else name
         bound = functools.partial(fn, implementation=implementation, **options)
         # A kernel's derivative rule says what it keeps. For XLA a remat policy says it.
-        if name in ("reference", "default"):
+        if name != "mosaic_gpu":
             bound = _keeping_inputs(bound)
         columns.append(Contender(name, formula, bound))
     return tuple(columns)
 
 
-_KERNEL_AND_XLA = ("mosaic_gpu", "reference")
-
-# Arrays of the size of the input that an operation must at least read or write. Weights and the
-# statistics of the rows are neglected. A norm reads x and writes y; its backward reads x and dy and
-# writes dx. With the addition the forward also reads the residual and writes the sum; the backward
-# reads the sum instead of x, and the sum's cotangent as well.
-PASSES: dict[str, dict[Direction, int]] = {
-    "rms_norm": {"forward": 2, "backward": 3},
-    "add_rms_norm": {"forward": 4, "backward": 4},
-    "swiglu": {"forward": 3, "backward": 5},
-}
-
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op(
-            name="rms_norm",
-            shapes=shapes.NORM,
-            inputs=_norm_inputs,
-            limit=copy_of_passes("rms_norm"),
-            contenders=(
-                *_contenders(RMS_NORM, pallas_kernels.rms_norm, _KERNEL_AND_XLA, eps=EPS),
-                Contender("LayerNorm (XLA)", LAYER_NORM, _keeping_inputs(_layer_norm_xla)),
-            ),
-            directions=("forward", "backward"),
+# A norm reads x and writes y; its backward reads x and dy and writes dx. With the addition the
+# forward also reads the residual and writes the sum; the backward reads the sum instead of x, and
+# the sum's cotangent as well.
+_OPS = (
+    Op(
+        name="rms_norm",
+        shapes=shapes.NORM,
+        inputs=_norm_inputs,
+        passes={"forward": 2, "backward": 3},
+        contenders=(
+            *_contenders(RMS_NORM, pallas_kernels.rms_norm, eps=EPS),
+            Contender("LayerNorm (XLA)", LAYER_NORM, _keeping_inputs(_layer_norm_xla)),
         ),
-        Op(
-            name="add_rms_norm",
-            shapes=shapes.NORM,
-            inputs=functools.partial(_norm_inputs, add=True),
-            limit=copy_of_passes("add_rms_norm"),
-            contenders=_contenders(
-                ADD_RMS_NORM, pallas_kernels.add_rms_norm, _KERNEL_AND_XLA, eps=EPS
-            ),
-            directions=("forward", "backward"),
-        ),
-        Op(
-            name="swiglu",
-            shapes=shapes.SWIGLU,
-            inputs=_swiglu_inputs,
-            limit=copy_of_passes("swiglu"),
-            contenders=_contenders(SWIGLU, pallas_kernels.swiglu, _KERNEL_AND_XLA),
-            directions=("forward", "backward"),
-        ),
-        Op(
-            name="linear_cross_entropy",
-            shapes=shapes.LOSS,
-            inputs=_loss_inputs,
-            limit=_three_gemms,
-            contenders=tuple(
-                Contender(
-                    name,
-                    LINEAR_CROSS_ENTROPY,
-                    functools.partial(pallas_kernels.linear_cross_entropy, implementation=name),
-                )
-                for name in ("mosaic_gpu", "xla")
-            ),
-            directions=("forward+backward",),
-        ),
-    )
-}
+    ),
+    Op(
+        name="add_rms_norm",
+        shapes=shapes.NORM,
+        inputs=functools.partial(_norm_inputs, add=True),
+        passes={"forward": 4, "backward": 4},
+        contenders=_contenders(ADD_RMS_NORM, pallas_kernels.add_rms_norm, eps=EPS),
+    ),
+    Op(
+        name="swiglu",
+        shapes=shapes.SWIGLU,
+        inputs=_swiglu_inputs,
+        passes={"forward": 3, "backward": 5},
+        contenders=_contenders(SWIGLU, pallas_kernels.swiglu),
+    ),
+)
+OPS = {op.name: op for op in _OPS}
 
 # Peers that run in JAX, by operation and package: `bench` adds them with `--peers`.
 JAX_PEERS: dict[str, dict[str, Contender]] = {

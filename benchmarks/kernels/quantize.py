@@ -19,23 +19,18 @@ results together may differ, and a scale by a millionth. The benchmark writes a 
 numbers into the folder of results.
 """
 
-import argparse
 import dataclasses
 import functools
-import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ceilings, timing
+from benchmarks import agreement, command, tables, timing
 from benchmarks.kernels import ops, shapes
-from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import require_kernels
 from pallas_kernels.fp8 import (
@@ -132,25 +127,16 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
         return [arrays[(i + j) % num_sets] for j, arrays in enumerate(dtypes)]
 
     num_bytes = inputs[0].nbytes + 2 * inputs[0].size
-    copy = ops.copy(num_bytes)
-    cases, refused = [timing.Case("copy", copy.calls)], {}
     expected: dict[str, Any] = {}
+    cases = []
     for way in found:
-        fn, name = jax.jit(way.fn), f"{way.part}, {way.name}"
-        try:
-            got = fn(*arguments(way, 0))
-            wrong = difference(got, expected.setdefault(way.part, got))
-        except Exception as error:  # that a way does not compile or fit is a result
-            refused[name] = timing.Timing(error=timing.first_line(error))
-            continue
-        if wrong:
-            refused[name] = timing.Timing(error=f"wrong result: {wrong}")
-            continue
+        fn = jax.jit(way.fn)
         calls = [functools.partial(fn, *arguments(way, i)) for i in range(num_sets)]
-        cases.append(timing.Case(name, calls))
+        wrong = lambda got, way=way: difference(got, expected.setdefault(way.part, got))
+        prepare = lambda calls=calls: calls
+        cases.append(agreement.checked(f"{way.part}, {way.name}", prepare, wrong))
     del expected
-    timings = timing.compare(cases, rounds=rounds) | refused
-    copied = timings.pop("copy")
+    timings, copied = ops.compare_with_copy(ops.copy(num_bytes), cases, rounds)
     return {
         "shape": list(shape),
         "dtype": dtype,
@@ -164,15 +150,15 @@ def difference(got: Any, expected: Any) -> str | None:
     """How results differ by more than they may, or None."""
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
     if any(a.shape != b.shape for a, b in pairs):
-        return "a shape differs"
+        return "wrong result: a shape differs"
     values = [pair for pair in pairs if pair[0].dtype.itemsize == 1]
     scales = [pair for pair in pairs if pair[0].dtype.itemsize != 1]
     different = sum(int(jnp.sum(_bits(a) != _bits(b))) for a, b in values)
     if different > sum(a.size for a, _ in values) // 100_000:
-        return f"{different} values differ"
+        return f"wrong result: {different} values differ"
     errors = [float(jnp.max(jnp.abs(a / b - 1))) for a, b in scales]
     wrong = [error for error in errors if not error < 1e-6]  # NaN is wrong, too
-    return f"a scale differs by {wrong[0]:.1e} of itself" if wrong else None
+    return f"wrong result: a scale differs by {wrong[0]:.1e} of itself" if wrong else None
 
 
 def _bits(a: jax.Array) -> jax.Array:
@@ -181,51 +167,41 @@ def _bits(a: jax.Array) -> jax.Array:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown with a row for each way."""
-    lines = ["| shape | way | us | over the copy | GB/s |", "|---|---|---|---|---|"]
+    rows = []
     for record in records:
         label = f"{shapes.label(record['shape'])} {record['dtype']}"
         ways = {"copy": {"median_ms": record["copy_ms"]}} | record["ways"]
         for name, way in ways.items():
             if "error" in way:
-                lines.append(f"| {label} | {name} | {way['error']} | | |")
+                rows.append([label, name, way["error"]])
                 continue
             ms = way["median_ms"]
             rate = record["bytes"] / ms / 1e6
-            lines.append(
-                f"| {label} | {name} | {1e3 * ms:.1f} | {ms / record['copy_ms']:.2f} | {rate:.0f} |"
-            )
+            over = f"{ms / record['copy_ms']:.2f}"
+            rows.append([label, name, f"{1e3 * ms:.1f}", over, f"{rate:.0f}"])
+    lines = tables.markdown(["shape", "way", "us", "over the copy", "GB/s"], rows)
     return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes and prints."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.quantize",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.quantize", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument(
         "--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"]
     )
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser)
     args = parser.parse_args(argv)
-    device_kind = timing.require_gpu()
+    run = command.Run.start(parser, argv, args.rounds)
     records = []
     for dtype in args.dtypes:
         for shape in args.shapes:
             print(f"{shapes.label(shape)} {dtype} ...", file=sys.stderr, flush=True)
             records.append(measure(shape, dtype, ways(), args.rounds))
-    header = (
-        f"# Quantization to FP8 on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, jax "
-        f"{jax.__version__}. Kernel time, median of {args.rounds} interleaved rounds; in the same "
-        f"run, by wall time, {ceilings.measure()}. GB/s count the bytes of `given scale`.\n\n"
-        f"    {shlex.join(['python', '-m', 'benchmarks.kernels.quantize', *argv])}\n\n"
-    )
-    text = header + table(records)
-    write_results(args.output_dir, "quantize", short_name(device_kind), records, text)
+    note = " GB/s count the bytes of `given scale`."
+    text = run.heading("Quantization to FP8", "Kernel time", note) + table(records)
+    run.write(args.output_dir, "quantize", records, text)
     print(text)
 
 

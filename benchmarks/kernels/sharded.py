@@ -11,15 +11,11 @@ of bytes that a device must receive, 2·(n-1)/n arrays, over the time of the ope
 delivers 450 GB/s to an H100 or H200.
 """
 
-import argparse
 import functools
 import itertools
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,9 +24,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import timing
+from benchmarks import agreement, command, tables, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import add_rms_norm, sharded_add_rms_norm
 
@@ -88,76 +83,55 @@ def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[st
     whole = jax.random.normal(keys[0], shape, jnp.bfloat16) / mesh.size
     weight = 1 + jax.random.normal(keys[1], shape[-1:], jnp.float32) / 8
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    results: dict[str, Any] = {}
-    runs, expected = {}, None
+    cases, expected = [], agreement.of_first()
     for name, (_, is_split) in CONTENDERS.items():
         args = place(whole, P()), place(whole, P(_AXIS) if is_split else P()), place(weight, P())
-        try:
+
+        def prepare(name: str = name, args: Any = args) -> list[Callable[[], Any]]:
             compiled = program(name, mesh, backward=backward).lower(*args).compile()
-            got = np.asarray(jax.block_until_ready(compiled(*args))[0], np.float32)
-        except Exception as error:  # that one does not compile or run is a result
-            results[name] = {"error": timing.first_line(error)}
-            continue
-        # In `all-reduce` every device has a whole residual and adds the gradient of its own.
-        if is_split or not backward:
-            expected = got if expected is None else expected
-            error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+            return [functools.partial(compiled, *args)]
+
+        def wrong(result: Any, is_split: bool = is_split) -> str | None:
+            got = [np.asarray(result[0])]
+            # In `all-reduce` every device has a whole residual and adds the gradient of its own.
+            if not is_split and backward:
+                return None
             # The contenders round sixteen sums in bfloat16 in different orders.
-            if not error < 0.1:
-                results[name] = {"error": f"wrong result: relative error {error:.1e}"}
-                continue
-        runs[name] = functools.partial(compiled, *args)
-    cases = [timing.Case(name, [run]) for name, run in runs.items()]
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=wall_ms)
+            return agreement.reason(got, expected(got), limit=0.1)
+
+        cases.append(agreement.checked(name, prepare, wrong))
+    timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=timing.wall_ms)
+    results: dict[str, Any] = {}
     for name, timed in timings.items():
         if timed.error is not None:
             results[name] = {"error": timed.error}
             continue
-        result: dict[str, Any] = {"times_ms": [ms / _LENGTH for ms in timed.times_ms]}
-        result["median_ms"] = statistics.median(result["times_ms"])
+        times = [ms / _LENGTH for ms in timed.times_ms]
         moved = 2 * (2 if backward else 1) * (mesh.size - 1) / mesh.size * whole.nbytes
-        result["bytes_per_s"] = moved / result["median_ms"] * 1e3
-        results[name] = result
+        median = statistics.median(times)
+        rate = moved / median * 1e3
+        results[name] = {"times_ms": times, "median_ms": median, "bytes_per_s": rate}
     return results
-
-
-def wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
-    """Wall milliseconds of all `calls`; CUPTI would add up the kernels of all devices."""
-    start = time.perf_counter()
-    jax.block_until_ready([call() for call in calls])
-    return (time.perf_counter() - start) * 1e3
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The table in Markdown."""
-    names = list(CONTENDERS)
-    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for record in records:
-        cells = []
-        for name in names:
-            result = record["results"][name]
-            cells.append(
-                result["error"]
-                if "error" in result
-                else f"{result['median_ms']:.3f} ms, {result['bytes_per_s'] / 1e9:.0f} GB/s"
-            )
-        lines.append(f"| {record['name']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    cell = lambda result: (
+        result.get("error")
+        or (f"{result['median_ms']:.3f} ms, {result['bytes_per_s'] / 1e9:.0f} GB/s")
+    )
+    rows = [[r["name"], *(cell(r["results"][name]) for name in CONTENDERS)] for r in records]
+    return "\n".join(tables.markdown(["", *CONTENDERS], rows)) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes and prints."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.sharded",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.sharded", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    command.add_results(parser, rounds=12)
     args = parser.parse_args(argv)
-    device_kind = timing.require_gpu()
+    run = command.Run.start(parser, argv, args.rounds)
     devices = jax.devices()
     if len(devices) < 2:
         parser.error(f"the exchange needs several GPUs, and there is {len(devices)}")
@@ -168,15 +142,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results = measure(shape, mesh, args.rounds, backward=backward)
         records.append({"name": name, "shape": list(shape), "results": results})
-    header = (
-        f"# sharded_add_rms_norm on {len(devices)} x {device_kind}\n\n"
-        f"{time.strftime('%Y-%m-%d')}, jax {jax.__version__}. bfloat16, wall time of one of "
-        f"{_LENGTH} in a program, median of {args.rounds} interleaved rounds.\n\n"
-        f"    {shlex.join(['python', '-m', 'benchmarks.kernels.sharded', *argv])}\n\n"
-    )
-    text = header + table(records)
-    device = f"{short_name(device_kind)}_x{len(devices)}"
-    write_results(args.output_dir, "sharded_add_rms_norm", device, records, text)
+    what = f"bfloat16, wall time of one of {_LENGTH} in a program"
+    text = run.heading(f"sharded_add_rms_norm on {len(devices)} GPUs", what) + table(records)
+    name = "sharded_add_rms_norm"
+    run.write(args.output_dir, name, records, text, num_gpus=len(devices))
     print(text)
 
 

@@ -74,7 +74,7 @@ def _of_bench(
         fn=fn,
         formula=ops.OPS[op].contenders[0].formula,
         inputs=ops.OPS[op].inputs,
-        passes=ops.PASSES[op],
+        passes=ops.OPS[op].passes,
         candidates={"forward": forward_candidates, "backward": backward_candidates},
         **options,
     )

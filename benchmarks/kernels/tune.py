@@ -17,63 +17,38 @@ replaces the default if it is at least 1 % faster in the median, and faster in t
 
 The program prints the tables, rows to paste into the file of the candidates, and the gains;
 `--output` writes the rows into a JSON file, which the kernels read instead.
-
-Above 450 lines, because the sweep, its tables and the command share the cases and the entries.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import json
 import os
-import re
 import statistics
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import command, tables, timing
 from benchmarks.kernels import ops, shapes
-from benchmarks.kernels.formulas import Arrays
-from benchmarks.kernels.ops import Contender, Direction
+from benchmarks.kernels.ops import Direction
+from benchmarks.kernels.sweep import FASTER_ROUNDS, LEAST_GAIN, Sweep, cast, fastest, sweep
 from benchmarks.kernels.tunables import TUNABLES, Config
 from pallas_kernels import tuning
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.norm import config as norm_config
 
-_CHECKED_ELEMENTS = 2**21
-# There can be hundreds of candidates. All run a few screening rounds; the finalists, the fastest of
-# them, run all rounds.
-_SCREENING_ROUNDS = 3
-_FINALISTS = 8
-# A candidate replaces the default if it gains this much, and is faster in this part of the rounds.
-_LEAST_GAIN, _FASTER_ROUNDS = 0.01, 0.75
-
-# Lowering holds Python's lock: two thirds of the time of a norm's kernel, 0.85 of the loss's.
-_THREADS = 3
 # Seconds of a sweep beside compilation: inputs, plain JAX, checks and rounds.
 _OTHER_SECONDS = 8.0
 
 _SHORT = {"forward": "fwd", "backward": "bwd"}
-
-
-class Rejected(Exception):
-    """A candidate is not timed, for this reason."""
-
-
-class OutOfTime(Rejected):
-    """A candidate is not compiled, because the time of its sweep is over."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,221 +75,6 @@ class Case:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """The candidates of one kernel.
-
-    Attributes:
-      timings: Timing of every candidate, or its error; the default is the first.
-      copy: Timing of the copy in the same rounds.
-      left_out: Number of candidates that were not compiled, because the time was over.
-    """
-
-    timings: dict[Config, timing.Timing]
-    copy: timing.Timing
-    left_out: int = 0
-
-    @property
-    def default(self) -> Config:
-        """The parameters that the kernel has without a new row."""
-        return next(iter(self.timings))
-
-    def best(self) -> Config | None:
-        """The fastest candidate; None if all failed."""
-        return next(iter(fastest(self.timings)), None)
-
-    def keeps_default(self) -> bool:
-        """Whether the best candidate gains less than the noise."""
-        if self.timings[self.default].error is not None or (best := self.best()) is None:
-            return False
-        before, after = self.timings[self.default], self.timings[best]
-        pairs = list(zip(before.times_ms, after.times_ms, strict=True))
-        faster = sum(old > new for old, new in pairs)
-        gain = before.median_ms / after.median_ms - 1
-        return gain < _LEAST_GAIN or faster < _FASTER_ROUNDS * len(pairs)
-
-    def chosen(self) -> Config | None:
-        """The default or the best candidate; None if all failed."""
-        return self.default if self.keeps_default() else self.best()
-
-    def fraction(self, config: Config) -> float:
-        """Speed of a candidate over the speed of the copy."""
-        return self.copy.median_ms / self.timings[config].median_ms
-
-    def speeds(self) -> dict[str, Any]:
-        """Its part of an entry of the JSON file, from which `report` makes a line."""
-        best, failed = self.best(), self.timings[self.default].error is not None
-        return {
-            "default": None if failed else round(self.fraction(self.default), 4),
-            "best": None if best is None else round(self.fraction(best), 4),
-            "keeps_default": self.keeps_default(),
-            "candidates": len(self.timings),
-            "left_out": self.left_out,
-        }
-
-
-def contender(op: str, config: Config | None) -> Contender:
-    """The kernel with these launch parameters; plain JAX if `config` is None."""
-    fn = functools.partial(
-        TUNABLES[op].fn,
-        implementation="reference" if config is None else "mosaic_gpu",
-        config=config,
-    )
-    return Contender(str(config), TUNABLES[op].formula, fn)
-
-
-def checked(prepared: ops.Prepared) -> dict[str, np.ndarray]:
-    """The results of the first call by name: whole vectors, and some rows of larger arrays."""
-    got = {}
-    for name, array in prepared.calls[0]().items():
-        if array.ndim == 2:
-            # With the last row. An odd step visits every place in a block of rows.
-            array = array[:: -(array.size // _CHECKED_ELEMENTS | 1)]
-        got[name] = np.asarray(array, np.float64)
-    return got
-
-
-def inaccuracy(
-    got: dict[str, np.ndarray], plain: dict[str, np.ndarray], exact: dict[str, np.ndarray]
-) -> str | None:
-    """The first array of `got` that errs over 1.2 times as much as plain JAX's, in words, or None.
-
-    Plain JAX computes in the same dtype. Errors below 64 float32 epsilons of the value are allowed,
-    because sums may be in any order.
-    """
-    for name, value in exact.items():
-        allowed = max(1.2 * _rms(plain[name] - value), 64 * 2.0**-23 * _rms(value))
-        error = _rms(got[name] - value)
-        if not error <= allowed:  # also NaN
-            return f"{name} errs by {error:.1e}, allowed {allowed:.1e}"
-    return None
-
-
-@contextlib.contextmanager
-def captured_stdout() -> Iterator[IO[bytes]]:
-    """Yields a file that receives what the process prints meanwhile, its C++ included.
-
-    Mosaic GPU prints the output of ptxas there. It could write that output into a folder, but then
-    it would also write its layout constraints, and formatting them takes longer than compiling.
-    """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1)
-        try:
-            yield file
-        finally:
-            sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
-
-
-def spills(ptxas: str) -> str | None:
-    """The spilled bytes in the output of ptxas, in words; None without spills."""
-    found = [int(size) for size in re.findall(r"(\d+) bytes spill stores", ptxas)]
-    if not found:
-        return "ptxas printed nothing about spills"
-    return f"spills {max(found)} bytes" if max(found) else None
-
-
-_compiling = threading.Lock()  # the output of ptxas does not say which candidate it is about
-
-
-def without_spills(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a candidate; raises `Rejected` if its kernel spills registers."""
-    with _compiling, captured_stdout() as file:
-        compiled = lowered.compile()
-        file.seek(0)
-        ptxas = file.read().decode(errors="replace")
-    if reason := spills(ptxas):
-        raise Rejected(reason)
-    return compiled
-
-
-def sweep(
-    op: str,
-    shape: tuple[int, int],
-    sets: list[Arrays],
-    direction: Direction,
-    candidates: Sequence[Config],
-    *,
-    rounds: int,
-    deadline: float,
-) -> Sweep:
-    """Compiles, checks and times the candidates of one direction.
-
-    Args:
-      op: Operation, of `TUNABLES`.
-      shape: Shape of an input.
-      sets: Sets of inputs and cotangents.
-      direction: Direction to time.
-      candidates: Launch parameters, the default ones first. All candidates for the backward must
-        have the same forward, one that works.
-      rounds: Number of measured rounds of the finalists.
-      deadline: Reading of `time.monotonic` after which no candidate is compiled, but for the first
-        of each thread.
-    """
-    kept = None
-    if direction == "backward":
-        # All candidates keep the same arrays, so one forward computes them.
-        with captured_stdout():
-            kept = ops.keep(contender(op, candidates[0]), sets)
-    in_float32 = _cast(sets[0], np.dtype(np.float32))
-
-    def compiled(config: Config) -> ops.Prepared | Exception:
-        try:
-            if config not in candidates[:_THREADS] and time.monotonic() > deadline:
-                raise OutOfTime("left out: the time was over")
-            made = contender(op, config)
-            return ops.prepare(made, sets, direction, kept=kept, compile_program=without_spills)
-        except Exception as error:  # that a candidate does not compile is a result
-            return error
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        of_plain = pool.submit(ops.prepare, contender(op, None), sets[:1], direction)
-        of_exact = pool.submit(ops.prepare, contender(op, None), [in_float32], direction)
-        found = dict(zip(candidates, pool.map(compiled, candidates), strict=True))
-    plain, exact = checked(of_plain.result()), checked(of_exact.result())
-    del in_float32, of_plain, of_exact
-
-    cases, timings = {}, {}
-    for config, prepared in found.items():
-        try:
-            if isinstance(prepared, Exception):
-                raise prepared
-            if reason := inaccuracy(checked(prepared), plain, exact):
-                raise Rejected(reason)
-        except Rejected as error:
-            timings[config] = timing.Timing(error=str(error))
-        except Exception as error:  # as above
-            timings[config] = timing.Timing(error=timing.first_line(error))
-        else:
-            timings[config] = timing.Timing()
-            cases[config] = timing.Case(str(config), prepared.calls)
-
-    itemsize = next(iter(sets[0].values())).dtype.itemsize
-    copy = ops.copy(TUNABLES[op].passes[direction] * itemsize * shape[0] * shape[1])
-    beside = timing.Case(copy.name, copy.calls)
-    screened = timing.compare([beside, *cases.values()], rounds=_SCREENING_ROUNDS)
-    timings |= {config: screened[case.name] for config, case in cases.items()}
-    finalists = fastest(timings)[:_FINALISTS]
-    if timings[candidates[0]].error is None:
-        finalists = list(dict.fromkeys([candidates[0], *finalists]))
-    final = timing.compare([beside, *(cases[config] for config in finalists)], rounds=rounds)
-    timings |= {config: final[cases[config].name] for config in finalists}
-    if final[copy.name].error is not None:
-        sys.exit(f"the copy failed, so there is no limit: {final[copy.name].error}")
-    left_out = sum(isinstance(prepared, OutOfTime) for prepared in found.values())
-    return Sweep(timings, final[copy.name], left_out)
-
-
-def fastest(timings: dict[Config, timing.Timing]) -> list[Config]:
-    """The candidates that have a time, those with most rounds first, then the fastest."""
-    timed = [config for config, found in timings.items() if found.error is None]
-    order = lambda config: (-len(timings[config].times_ms), timings[config].median_ms)
-    return sorted(timed, key=order)
-
-
 def merged(forward: Config, backward: Config) -> Config:
     """The forward's parameters from `forward`, the backward's from `backward`."""
     names = [field.name for field in dataclasses.fields(forward) if field.name.startswith("bwd_")]
@@ -323,19 +83,16 @@ def merged(forward: Config, backward: Config) -> Config:
 
 def table(found: Sweep) -> str:
     """The table in Markdown: the fastest first, the failed last."""
-    lines = ["| config | of the copy | µs | min - max |", "|---|---|---|---|"]
+    rows = []
     for config in fastest(found.timings):
         times = [time_ms * 1e3 for time_ms in found.timings[config].times_ms]
-        cells = [
-            f"{found.fraction(config):.3f}",
-            f"{found.timings[config].median_ms * 1e3:.1f}",
-            f"{min(times):.1f} - {max(times):.1f}",
-        ]
-        lines.append(f"| {_fields(config)} | {' | '.join(cells)} |")
+        median = found.timings[config].median_ms * 1e3
+        spread = f"{min(times):.1f} - {max(times):.1f}"
+        rows.append([_fields(config), f"{found.fraction(config):.3f}", f"{median:.1f}", spread])
     for config, failed in found.timings.items():
         if failed.error is not None:
-            lines.append(f"| {_fields(config)} | {failed.error} | | |")
-    return "\n".join(lines)
+            rows.append([_fields(config), failed.error])
+    return "\n".join(tables.markdown(["config", "of the copy", "µs", "min - max"], rows))
 
 
 def tune(
@@ -393,25 +150,25 @@ def paste(entry: dict[str, Any]) -> str:
 
 def report(entries: Iterable[dict[str, Any]]) -> str:
     """The table of gains in Markdown, a line for each kernel."""
-    heads = ["case", "default", "best", "gain", "candidates"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    num_left_out = 0
+    rows, num_left_out = [], 0
     for entry, direction, speeds in _directions(entries):
         before, after, left_out = speeds["default"], speeds["best"], speeds["left_out"]
         gain = "the default fails" if before is None else _percent(after / before)
-        cells = [
-            f"{entry['op']} {entry['size']} {entry['dtype']} {direction}",
-            "" if before is None else f"{before:.3f}",
-            f"{after:.3f}",
-            f"{gain}, default kept" if speeds["keeps_default"] else gain,
-            f"{speeds['candidates']}" + (f", {left_out} of them left out" if left_out else ""),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(
+            [
+                f"{entry['op']} {entry['size']} {entry['dtype']} {direction}",
+                "" if before is None else f"{before:.3f}",
+                f"{after:.3f}",
+                f"{gain}, default kept" if speeds["keeps_default"] else gain,
+                f"{speeds['candidates']}" + (f", {left_out} of them left out" if left_out else ""),
+            ]
+        )
         num_left_out += left_out
+    lines = tables.markdown(["case", "default", "best", "gain", "candidates"], rows)
     lines.append(
         "\nSpeeds are fractions of a copy of as many bytes. A default is kept, without a row, "
-        f"where the best gains less than {_LEAST_GAIN:.0%}, or is faster in fewer than "
-        f"{_FASTER_ROUNDS:.0%} of the rounds."
+        f"where the best gains less than {LEAST_GAIN:.0%}, or is faster in fewer than "
+        f"{FASTER_ROUNDS:.0%} of the rounds."
     )
     if num_left_out:
         lines.append(
@@ -461,18 +218,6 @@ def _fields(config: Config) -> str:
     return ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
-def _rms(array: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(array))))
-
-
-def _cast(arrays: Arrays, dtype: np.dtype) -> Arrays:
-    """The floating-point arrays cast to `dtype`, and the integers."""
-    return {
-        name: array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
-        for name, array in arrays.items()
-    }
-
-
 def cases_of_tables() -> list[Case]:
     """The cases of the rows that come with the library, for any card."""
     cases = [
@@ -498,11 +243,7 @@ def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     """The flags, and the cases that they name."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.tune",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.tune", __doc__)
     parser.add_argument("ops", nargs="*", choices=TUNABLES, metavar="op", help=", ".join(TUNABLES))
     parser.add_argument(
         "--hidden-sizes", type=int, nargs="+", help="for norms; for swiglu: intermediate sizes"
@@ -547,7 +288,7 @@ def measure(
     tunable, dtype = TUNABLES[case.op], np.dtype(jnp.dtype(case.dtype))
     num_elements = args.num_elements or tunable.num_elements
     shape = (max(num_elements // case.size, 1), case.size)
-    sets = [_cast(arrays, dtype) for arrays in ops.input_sets(tunable.inputs, shape)]
+    sets = [cast(arrays, dtype) for arrays in ops.input_sets(tunable.inputs, shape)]
     device = target_device()
 
     def run(direction: Direction, candidates: list[Config]) -> Sweep:

@@ -32,8 +32,7 @@ import jax
 
 import models.layers
 import train.step
-from benchmarks import timing
-from benchmarks.kernels.sharded import wall_ms
+from benchmarks import command, timing
 from benchmarks.training.overlap import add_model, random_batch
 from models.sharding import make_mesh
 from pallas_kernels import sharded_add_rms_norm
@@ -93,11 +92,7 @@ def config_of(arguments: argparse.Namespace) -> TrainConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, compiles, times and prints."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.tensor_parallel",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.tensor_parallel", __doc__)
     add_model(parser, layers=4, vocab_size=1024)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
@@ -127,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, program in programs.items()
         ]
         timings = timing.compare(
-            cases, rounds=arguments.rounds, calls_per_round=_CALLS, measure=wall_ms
+            cases, rounds=arguments.rounds, calls_per_round=_CALLS, measure=timing.wall_ms
         )
     print(
         f"{len(devices)} x {device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}\n\n"

@@ -4,9 +4,8 @@ import functools
 
 import pytest
 
-from benchmarks import peers, timing
+from benchmarks import libraries, peers, timing
 from benchmarks.kernels import formulas
-from benchmarks.kernels.ops import Prepared
 
 
 @pytest.fixture
@@ -31,9 +30,10 @@ def peers_in_jax(monkeypatch):
         if direction != "forward":
             names = *names, *(f"d{name}" for name in peer.formula.gradients)
         scale = 1.03 if peer.name == "wrong" else 1.0
-        return Prepared([lambda: {name: scale * of_peer[name] for name in names}], lambda: 2**30)
+        run = lambda: {name: scale * of_peer[name] for name in names}
+        return peers.Prepared([run], lambda: 2**30)
 
-    of_op = {peer.op: peer.formula for peer in peers._PEERS}
+    of_op = {peer.op: peer.formula for peer in libraries.PEERS}
     monkeypatch.setattr(
         peers,
         "peers_of",

@@ -24,10 +24,9 @@ from benchmarks.kernels import formulas, ops, shapes
 )
 def test_the_copy_moves_as_many_bytes_as_the_operation_must(op, direction, arrays, monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
-    limit = ops.OPS[op].limit((64, 128), direction)
-    num_bytes = arrays * 64 * 128 * 2
-    assert limit.amount == num_bytes
-    (call,) = limit.calls
+    num_bytes = ops.OPS[op].num_bytes((64, 128), direction)
+    assert num_bytes == arrays * 64 * 128 * 2
+    (call,) = ops.copy(num_bytes).calls
     assert isinstance(call, functools.partial)
     (source,) = call.args
     assert source.nbytes + call().nbytes == num_bytes
@@ -35,31 +34,22 @@ def test_the_copy_moves_as_many_bytes_as_the_operation_must(op, direction, array
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("op", "shape"),
-    [
-        ("rms_norm", (32, 64)),
-        ("add_rms_norm", (32, 64)),
-        ("swiglu", (32, 64)),
-        ("linear_cross_entropy", (16, 8, 50)),
-    ],
-)
-def test_plain_contenders_agree_with_their_formulas(op, shape, monkeypatch):
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu"])
+def test_plain_contenders_agree_with_their_formulas(op, monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
     op = ops.OPS[op]
-    sets = ops.input_sets(op.inputs, shape)
+    sets = ops.input_sets(op.inputs, (32, 64))
     for contender in op.contenders:
         if contender.name in ("mosaic_gpu", "default"):
             continue
         expected = formulas.exact(contender.formula, sets[0])
-        for direction in op.directions:
-            (call,) = ops.prepare(contender, sets, direction).calls
+        names_of: dict[ops.Direction, set[str]] = {
+            "forward": set(contender.formula.outputs),
+            "backward": {f"d{name}" for name in contender.formula.gradients},
+        }
+        for direction, names in names_of.items():
+            (call,) = ops.prepare(contender, sets, direction)
             got = call()
-            names = set()
-            if direction != "backward":
-                names |= set(contender.formula.outputs)
-            if direction != "forward":
-                names |= {f"d{name}" for name in contender.formula.gradients}
             assert set(got) == names
             assert formulas.wrong_result(got, expected) is None
 
@@ -76,7 +66,7 @@ def test_the_backward_runs_on_arrays_that_another_forward_kept(monkeypatch):
     sets = ops.input_sets(op.inputs, (32, 64))
     kept = ops.keep(reference, sets)
     assert any(array is sets[0]["x"] for array in kept[0])  # not a copy
-    (call,) = ops.prepare(reference, sets, "backward", kept=kept).calls
+    (call,) = ops.prepare(reference, sets, "backward", kept=kept)
     assert formulas.wrong_result(call(), formulas.exact(reference.formula, sets[0])) is None
     with pytest.raises(ValueError, match="the forward kept"):
         ops.prepare(reference, sets, "backward", kept=[kept[0][:1]])

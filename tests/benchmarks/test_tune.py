@@ -16,7 +16,8 @@ import pytest
 
 import pallas_kernels
 from benchmarks import timing
-from benchmarks.kernels import ops, tune
+from benchmarks.agreement import Rejected
+from benchmarks.kernels import ops, sweep, tune
 from benchmarks.kernels.formulas import EPS
 from benchmarks.kernels.tunables import TUNABLES
 from pallas_kernels import tuning
@@ -52,15 +53,15 @@ def test_every_tuned_operation_needs_its_sizes(op, given, needed, capsys):
 
 
 def test_spills_are_found_in_the_output_of_ptxas():
-    assert "printed nothing" in (tune.spills("ptxas info    : 0 bytes gmem") or "")
+    assert "printed nothing" in (sweep.spills("ptxas info    : 0 bytes gmem") or "")
     line = "    0 bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
-    assert tune.spills(line.format(0, 0)) is None
-    assert tune.spills(line.format(0, 0) + line.format(1308, 1316)) == "spills 1308 bytes"
+    assert sweep.spills(line.format(0, 0)) is None
+    assert sweep.spills(line.format(0, 0) + line.format(1308, 1316)) == "spills 1308 bytes"
 
 
 def test_output_of_another_language_is_captured(capfd):
     os.write(1, b"before\n")
-    with tune.captured_stdout() as file:
+    with sweep.captured_stdout() as file:
         os.write(1, b"inside\n")
         file.seek(0)
         assert file.read() == b"inside\n"
@@ -81,8 +82,8 @@ def test_spills_are_of_the_candidate_that_a_thread_compiles():
     def reason(spilled):
         lowered: Any = Lowered(spilled)
         try:
-            return tune.without_spills(lowered)
-        except tune.Rejected as error:
+            return sweep.without_spills(lowered)
+        except Rejected as error:
             return str(error)
 
     with ThreadPoolExecutor(4) as pool:
@@ -93,11 +94,11 @@ def test_spills_are_of_the_candidate_that_a_thread_compiles():
 def test_error_is_judged_by_that_of_plain_jax():
     exact = {"y": np.linspace(1, 2, 100)}
     plain = {"y": exact["y"] + 1e-3}
-    assert tune.inaccuracy({"y": exact["y"] + 1.19e-3}, plain, exact) is None
-    assert "y errs" in (tune.inaccuracy({"y": exact["y"] + 1.21e-3}, plain, exact) or "")
-    assert tune.inaccuracy({"y": exact["y"] * np.nan}, plain, exact) is not None
+    assert sweep.inaccuracy({"y": exact["y"] + 1.19e-3}, plain, exact) is None
+    assert "y errs" in (sweep.inaccuracy({"y": exact["y"] + 1.21e-3}, plain, exact) or "")
+    assert sweep.inaccuracy({"y": exact["y"] * np.nan}, plain, exact) is not None
     # If plain JAX is exact, rounding in float32 is still allowed.
-    assert tune.inaccuracy({"y": exact["y"] * (1 + 1e-7)}, exact, exact) is None
+    assert sweep.inaccuracy({"y": exact["y"] * (1 + 1e-7)}, exact, exact) is None
 
 
 def test_the_best_of_a_sweep_is_the_fastest_that_works():
@@ -107,14 +108,14 @@ def test_the_best_of_a_sweep_is_the_fastest_that_works():
         fast: timing.Timing([1.0, 1.5]),
         broken: timing.Timing(error="spills 8 bytes"),
     }
-    found = tune.Sweep(timings, copy=timing.Timing([1.0]))
+    found = sweep.Sweep(timings, copy=timing.Timing([1.0]))
     assert found.best() == fast
     assert found.fraction(slow) == 0.5
     rows = tune.table(found).splitlines()[2:]
     assert ["fwd_warps=8" in rows[0], "fwd_warps=4" in rows[1]] == [True, True]
     assert "0.800 | 1250.0 | 1000.0 - 1500.0 |" in rows[0]
     assert "spills 8 bytes" in rows[2]
-    assert tune.Sweep({broken: timings[broken]}, timing.Timing([1.0])).best() is None
+    assert sweep.Sweep({broken: timings[broken]}, timing.Timing([1.0])).best() is None
 
 
 def test_the_directions_are_merged_by_the_names_of_the_fields():
@@ -136,7 +137,7 @@ def test_the_directions_are_merged_by_the_names_of_the_fields():
 def test_a_gain_within_the_noise_keeps_the_default(default, best, keeps):
     first, second = _config(fwd_warps=4), _config(fwd_warps=8)
     timings = {first: timing.Timing(default), second: timing.Timing(best)}
-    found = tune.Sweep(timings, timing.Timing([1.0]))
+    found = sweep.Sweep(timings, timing.Timing([1.0]))
     assert found.keeps_default() == keeps
     assert found.chosen() == (first if keeps else second)
 
@@ -144,7 +145,7 @@ def test_a_gain_within_the_noise_keeps_the_default(default, best, keeps):
 def test_a_default_that_fails_is_replaced_by_any_candidate_that_works():
     broken, working = _config(fwd_warps=4), _config(fwd_warps=8)
     timings = {broken: timing.Timing(error="no"), working: timing.Timing([9.0])}
-    found = tune.Sweep(timings, timing.Timing([1.0]))
+    found = sweep.Sweep(timings, timing.Timing([1.0]))
     assert found.chosen() == working
     assert found.speeds()["default"] is None
 
@@ -162,13 +163,15 @@ def test_a_sweep_times_the_candidates_that_pass_the_checks(monkeypatch):
         if config.fwd_warps == 12:
             raise NotImplementedError("no such split")
         if config.fwd_warps == 16:
-            raise tune.Rejected("spills 8 bytes")
+            raise Rejected("spills 8 bytes")
         return y * 1.01 if config.fwd_warps == 20 else y
 
     def compare(cases, *, rounds):
-        seen.append([case.name for case in cases])
+        seen.append([case.name for case in cases if case.error is None])
         return {
-            case.name: timing.Timing(
+            case.name: timing.Timing(error=case.error)
+            if case.error
+            else timing.Timing(
                 [1.0] * rounds
                 if case.name == "copy"
                 else [next(s for w, s in speeds.items() if f"fwd_warps={w}," in case.name)] * rounds
@@ -179,13 +182,13 @@ def test_a_sweep_times_the_candidates_that_pass_the_checks(monkeypatch):
     tunable = dataclasses.replace(TUNABLES["rms_norm"], fn=fake)
     monkeypatch.setitem(TUNABLES, "rms_norm", tunable)
     monkeypatch.setattr(timing, "compare", compare)
-    monkeypatch.setattr(tune, "without_spills", jax.stages.Lowered.compile)
-    monkeypatch.setattr(tune, "_FINALISTS", 1)
+    monkeypatch.setattr(sweep, "without_spills", jax.stages.Lowered.compile)
+    monkeypatch.setattr(sweep, "_FINALISTS", 1)
     candidates = [_config(fwd_warps=warps) for warps in speeds]
     # Time that is over leaves a candidate for each thread.
-    monkeypatch.setattr(tune, "_THREADS", 6)
+    monkeypatch.setattr(sweep, "_THREADS", 6)
     sets = ops.input_sets(tunable.inputs, (8, 64))
-    found = tune.sweep(
+    found = sweep.sweep(
         "rms_norm", (8, 64), sets, "forward", candidates, rounds=5, deadline=-math.inf
     )
     default, fast, uncompiled, spilling, wrong, slow, late = (
@@ -225,7 +228,7 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
             config: timing.Timing([times[direction][getattr(config, warps)]])
             for config in candidates
         }
-        return tune.Sweep(timings, timing.Timing([1.0]))
+        return sweep.Sweep(timings, timing.Timing([1.0]))
 
     case = tune.Case("add_rms_norm", 64, "bfloat16")
     found = tune.tune(case, (16, 64), default, run)
@@ -238,7 +241,7 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
     assert eval("{" + tune.paste(found) + "\n}", {"_config": norm_config._config}) == {
         ("NVIDIA L4", "bfloat16", 64, True): best
     }
-    broken = tune.Sweep({best: timing.Timing(error="no")}, timing.Timing([1.0]))
+    broken = sweep.Sweep({best: timing.Timing(error="no")}, timing.Timing([1.0]))
     assert tune.tune(case, (16, 64), default, lambda *args: broken) is None
 
 
@@ -283,14 +286,14 @@ def fake_card(monkeypatch):
 
     swept = []
 
-    def sweep(op, shape, sets, direction, candidates, *, rounds, deadline):
+    def fake_sweep(op, shape, sets, direction, candidates, *, rounds, deadline):
         swept.append((op, direction))
         fast = changed["forward"].fwd_reread
         times = {c: 0.8 if getattr(c, "fwd_reread", None) == fast else 1.0 for c in candidates}
         timings = {config: timing.Timing([ms] * rounds) for config, ms in times.items()}
-        return tune.Sweep(timings, timing.Timing([1.0]))
+        return sweep.Sweep(timings, timing.Timing([1.0]))
 
-    monkeypatch.setattr(tune, "sweep", sweep)
+    monkeypatch.setattr(tune, "sweep", fake_sweep)
     monkeypatch.setattr(ops, "input_sets", lambda inputs, shape: [])
     monkeypatch.setattr(timing, "require_gpu", lambda: L4.kind)
     monkeypatch.setattr(tune, "target_device", lambda: L4)
@@ -374,7 +377,7 @@ def test_left_out_candidates_and_failed_defaults_are_in_the_report():
         entry,  # of an older version
     ]
     found = tune.report(entries)
-    line = "| swiglu 64 bfloat16 forward |  | 0.900 | the default fails | 9, 3 of them left out |"
+    line = "| swiglu 64 bfloat16 forward | | 0.900 | the default fails | 9, 3 of them left out |"
     assert line in found.splitlines()
     assert "3 candidates were left out, because the time was over" in found
     assert tune.overall(entries) == "No gain was measured."
@@ -424,7 +427,10 @@ class InTurn(Executor):
 
     def submit(self, fn, /, *args, **kwargs):
         future = Future()
-        future.set_result(fn(*args, **kwargs))
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
 
@@ -455,10 +461,10 @@ def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
     compare = functools.partial(timing.compare, measure=lambda calls: 4.0)
     monkeypatch.setattr(timing, "compare", compare)
     monkeypatch.setattr(tune, "target_device", lambda: L4)
-    monkeypatch.setattr(tune, "ThreadPoolExecutor", InTurn)
+    monkeypatch.setattr(sweep, "ThreadPoolExecutor", InTurn)
     # The default does not fit.
     monkeypatch.setattr(logits_config, "guess_config", lambda *args: large)
-    monkeypatch.setattr(tune, "spills", lambda ptxas: None)
+    monkeypatch.setattr(sweep, "spills", lambda ptxas: None)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "")  # to be put back
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
 
@@ -483,7 +489,7 @@ def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
 
 
 def test_the_loss_is_not_tuned_for_a_dtype_that_its_kernel_does_not_take():
-    contender = tune.contender("linear_cross_entropy", logits_config.candidates(300, "float32")[0])
+    contender = sweep.contender("linear_cross_entropy", logits_config.candidates(300, "float32")[0])
     logits, labels = jnp.zeros((2, 384)), jnp.zeros(2, jnp.int32)
     with pytest.raises(NotImplementedError, match="logits are float32"):
         contender.fn(logits, labels)

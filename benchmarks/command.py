@@ -1,0 +1,156 @@
+"""The commands of the benchmarks: their arguments, the heads of their tables, and their files."""
+
+import argparse
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import ceilings, peers, timing
+from benchmarks.kernels.shapes import Shape, label
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m MODULE`, whose help is the module's docstring as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+
+
+def add_results(parser: argparse.ArgumentParser, *, rounds: int = 10) -> None:
+    """Adds the number of rounds, with this default, and the folder of the results."""
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+
+
+def line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
+    """The command line with these arguments."""
+    return f"{parser.prog} {shlex.join(argv)}".strip()
+
+
+def short_name(device_kind: str) -> str:
+    """`h100` for "NVIDIA H100 80GB HBM3", `rtx4090` for "NVIDIA GeForce RTX 4090"."""
+    name = device_kind.removeprefix("NVIDIA ").removeprefix("GeForce ").replace("RTX ", "RTX")
+    return re.split(r"[ -]", name)[0].lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of a benchmark.
+
+    Attributes:
+      device: Kind of the GPU.
+      date: Day of the run.
+      versions: Packages and their versions.
+      command: Command line.
+      rounds: Number of measured rounds.
+      ceilings: Limits of the card, in words.
+    """
+
+    device: str
+    date: str
+    versions: list[str]
+    command: str
+    rounds: int
+    ceilings: str
+
+    @classmethod
+    def start(
+        cls,
+        parser: argparse.ArgumentParser,
+        argv: Sequence[str],
+        rounds: int,
+        *,
+        with_peers: bool = False,
+    ) -> "Run":
+        """Measures the limits of the card; ends the program if there is no GPU.
+
+        Args:
+          parser: Parser of the command.
+          argv: Its arguments.
+          rounds: Number of measured rounds.
+          with_peers: Whether the versions of the packages of peers are named.
+        """
+        device = timing.require_gpu()
+        packages = ("jax", "jaxlib", *(peers.PACKAGES if with_peers else ()))
+        absent = peers.missing()
+        versions = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in absent]
+        return cls(
+            device,
+            time.strftime("%Y-%m-%d"),
+            versions,
+            line(parser, argv),
+            rounds,
+            str(ceilings.measure()),
+        )
+
+    def heading(self, subject: str, what: str = "bfloat16, kernel time", note: str = "") -> str:
+        """The head of a file of tables: the subject, what is measured, and the command."""
+        return (
+            f"# {subject} on {self.device}\n\n{self.date}, {self.device}, "
+            f"{', '.join(self.versions)}. {what}, median of {self.rounds} interleaved rounds; "
+            f"{self.ceilings} by wall time.{note}\n\n    {self.command}\n\n"
+        )
+
+    def contents(self, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The contents of the JSON file."""
+        return dataclasses.asdict(self) | {"records": records}
+
+    def each_shape(
+        self,
+        args: argparse.Namespace,
+        name: str,
+        subject: str,
+        measure: Callable[[Shape], list[dict[str, Any]]],
+        table: Callable[[Sequence[dict[str, Any]]], str],
+    ) -> None:
+        """Measures the shapes one after the other, and writes and prints their tables.
+
+        The files are written after each shape, so that a failure loses only one.
+
+        Args:
+          args: Arguments with `shapes` and `output_dir`.
+          name: Beginning of the files' names.
+          subject: Subject of the heading.
+          measure: Function that makes the records of a shape.
+          table: Function that makes a table in Markdown of records.
+        """
+        records = []
+        for shape in args.shapes:
+            print(f"{label(shape)} ...", file=sys.stderr, flush=True)
+            of_shape = measure(shape)
+            gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
+            jax.clear_caches()
+            records += of_shape
+            text = self.heading(subject) + table(records)
+            self.write(args.output_dir, name, self.contents(records), text)
+            print(table(of_shape), flush=True)
+
+    def write(
+        self, folder: Path, name: str, contents: Any, text: str, *, num_gpus: int = 1
+    ) -> None:
+        """Writes `NAME_DEVICE_YYYYMM.json` and `.md`; the folder is made if there is none.
+
+        Args:
+          folder: Folder of the results.
+          name: Beginning of the files' names.
+          contents: All numbers, for the JSON file.
+          text: Table in Markdown.
+          num_gpus: Number of GPUs. If it is above 1, the names have a DEVICE such as `h100_x8`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        device = short_name(self.device) + (f"_x{num_gpus}" if num_gpus > 1 else "")
+        path = folder / f"{name}_{device}_{time.strftime('%Y%m')}"
+        path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
+        path.with_suffix(".md").write_text(text)
