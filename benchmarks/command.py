@@ -34,9 +34,9 @@ def add_results(parser: argparse.ArgumentParser, *, rounds: int = 10) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
 
 
-def line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """The command line with these arguments."""
-    return f"{parser.prog} {shlex.join(argv)}".strip()
+def line(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> str:
+    """The command line with these arguments; None is for those of the process."""
+    return f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
 
 
 def short_name(device_kind: str) -> str:
@@ -69,7 +69,7 @@ class Run:
     def start(
         cls,
         parser: argparse.ArgumentParser,
-        argv: Sequence[str],
+        argv: Sequence[str] | None,
         rounds: int,
         *,
         with_peers: bool = False,
@@ -78,7 +78,7 @@ class Run:
 
         Args:
           parser: Parser of the command.
-          argv: Its arguments.
+          argv: Its arguments; None is for those of the process.
           rounds: Number of measured rounds.
           with_peers: Whether the versions of the packages of peers are named.
         """

@@ -136,37 +136,24 @@ def _jensen_shannon_of(x, weight, teacher_x, teacher_weight):
     return terms.sum() / (2 * len(x))
 
 
-def _liger(name: str) -> Any:
-    return getattr(importlib.import_module("liger_kernel.ops"), name)
+def _liger(name: str, *options: Any) -> Callable[[], Callable[..., Any]]:
+    """Loads an autograd function of Liger, which takes these options after its inputs."""
+
+    def load() -> Callable[..., Any]:
+        function = getattr(importlib.import_module("liger_kernel.ops"), name)
+        return lambda *inputs: function.apply(*inputs, *options)
+
+    return load
 
 
-def _liger_rms_norm() -> Callable[..., Any]:
-    function = _liger("LigerRMSNormFunction")
-    # The arguments say: no offset, all arithmetic in float32, not in place. In place moves as many
-    # bytes, but overwrites the cotangent, so that the second call would see other numbers.
-    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "gemma", False)
-
-
-def _liger_add_rms_norm() -> Callable[..., Any]:
-    function = _liger("LigerFusedAddRMSNormFunction")
-    return lambda x, residual, weight: function.apply(x, residual, weight, EPS, 0.0, "gemma", False)
-
-
-def _liger_layer_norm() -> Callable[..., Any]:
-    function = _liger("LigerLayerNormFunction")
-    return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
-
-
-def _liger_swiglu() -> Callable[..., Any]:
-    function = _liger("LigerSiLUMulFunction")
-    # Its backward overwrites gate and up with their gradients, so only the first call on a set of
-    # inputs, the one that is checked, sees random numbers. It moves as many bytes as ours.
-    return lambda gate, up: function.apply(gate, up)
+# No offset, all arithmetic in float32, not in place. In place moves as many bytes, but overwrites
+# the cotangent, so that the second call would see other numbers.
+_LIGER_NORM = (EPS, 0.0, "gemma", False)
 
 
 def _liger_linear_cross_entropy() -> Callable[..., Any]:
-    function = _liger("LigerFusedLinearCrossEntropyFunction")
-    return lambda x, weight, labels: function.apply(x, weight, labels)[0]
+    function = _liger("LigerFusedLinearCrossEntropyFunction")()
+    return lambda x, weight, labels: function(x, weight, labels)[0]
 
 
 def _liger_hopper_linear_cross_entropy() -> Callable[..., Any]:
@@ -209,13 +196,6 @@ def _liger_preference_loss() -> Callable[..., Any]:
         return loss(weight, x.reshape(*labels.shape, x.shape[-1]), labels)[0]
 
     return run
-
-
-def _liger_jensen_shannon() -> Callable[..., Any]:
-    function = _liger("LigerFusedLinearJSDFunction")
-    return lambda x, weight, teacher_x, teacher_weight: function.apply(
-        x, weight, teacher_x, teacher_weight
-    )
 
 
 def _quack_rms_norm() -> Callable[..., Any]:
@@ -300,7 +280,7 @@ PEERS = (
         RMS_NORM,
         ("torch", "torch", _eager_rms_norm),
         ("torch.compile", "torch", lambda: _compiled(_rms_norm_formula)),
-        ("Liger", "liger-kernel", _liger_rms_norm),
+        ("Liger", "liger-kernel", _liger("LigerRMSNormFunction", *_LIGER_NORM)),
         ("QuACK", "quack-kernels", _quack_rms_norm),
         ("cuDNN", "nvidia-cudnn-frontend", _cudnn_rms_norm),
     ),
@@ -309,14 +289,14 @@ PEERS = (
         LAYER_NORM,
         ("LayerNorm (torch)", "torch", _eager_layer_norm),
         ("LayerNorm (torch.compile)", "torch", lambda: _compiled(_eager_layer_norm())),
-        ("LayerNorm (Liger)", "liger-kernel", _liger_layer_norm),
+        ("LayerNorm (Liger)", "liger-kernel", _liger("LigerLayerNormFunction", EPS)),
     ),
     *_of(
         "add_rms_norm",
         ADD_RMS_NORM,
         ("torch", "torch", _eager_add_rms_norm),
         ("torch.compile", "torch", lambda: _compiled(_add_rms_norm_formula)),
-        ("Liger", "liger-kernel", _liger_add_rms_norm),
+        ("Liger", "liger-kernel", _liger("LigerFusedAddRMSNormFunction", *_LIGER_NORM)),
         ("QuACK", "quack-kernels", _quack_add_rms_norm),
     ),
     *_of(
@@ -324,7 +304,9 @@ PEERS = (
         SWIGLU,
         ("torch", "torch", _eager_swiglu),
         ("torch.compile", "torch", lambda: _compiled(_swiglu_formula)),
-        ("Liger", "liger-kernel", _liger_swiglu),
+        # Its backward overwrites gate and up with their gradients, so only the first call on a set
+        # of inputs, the one that is checked, sees random numbers. It moves as many bytes as ours.
+        ("Liger", "liger-kernel", _liger("LigerSiLUMulFunction")),
     ),
     *_of(
         "linear_cross_entropy",
@@ -348,7 +330,7 @@ PEERS = (
         "linear_jensen_shannon",
         LINEAR_JENSEN_SHANNON,
         ("torch.compile", "torch", lambda: _compiled(_jensen_shannon_of)),
-        ("Liger", "liger-kernel", _liger_jensen_shannon),
+        ("Liger", "liger-kernel", _liger("LigerFusedLinearJSDFunction")),
     ),
     *_of(
         "attention",

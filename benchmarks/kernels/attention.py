@@ -376,7 +376,6 @@ def _cells(shape: Shape, best: dict[str, dict[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.attention", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--peers", action="store_true", help="add other libraries' kernels")

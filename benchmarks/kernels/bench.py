@@ -142,7 +142,6 @@ def _cell(column: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes the tables."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.bench", __doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=["rms_norm", "add_rms_norm"])
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, help="such as 16384x4096")

@@ -6,7 +6,6 @@ The chart has a panel for each operation and direction, a group of bars for each
 for each implementation.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
+from benchmarks import command
 from benchmarks.kernels import shapes
 
 # Label and color of each column, in the order of the bars. Our colors stand out; the layer norm,
@@ -134,11 +134,7 @@ def _panel(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, reads the results and writes the image."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.chart",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.chart", __doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("output", type=Path)
     parser.add_argument("--implementations", nargs="+", help="names of columns; default: all")

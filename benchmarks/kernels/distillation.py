@@ -15,7 +15,6 @@ all numbers into the folder of results.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,7 +253,6 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.distillation", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])

@@ -127,14 +127,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures and prints the table."""
     parser = command.parser("benchmarks.kernels.dtypes", __doc__)
     parser.add_argument("--shape", type=shapes.parse, default=(8192, 4096, 128256))
-    parser.add_argument("--x", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--weight", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     device_kind = timing.require_gpu()
     print(f"{shapes.label(args.shape)} on {device_kind}, jax {jax.__version__}\n")
-    rows = [row for row in ROWS if row.x in args.x and row.weight in args.weight]
-    for line in measure(args.shape, rows, args.rounds):
+    for line in measure(args.shape, ROWS, args.rounds):
         print(line, flush=True)
 
 

@@ -16,7 +16,6 @@ writes a table and all numbers into the folder of results.
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -247,7 +246,6 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.log_probs", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=[shapes.LOSS[0]])
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])

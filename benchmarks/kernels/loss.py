@@ -19,7 +19,6 @@ import functools
 import importlib
 import itertools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,7 +317,6 @@ def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.loss", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])

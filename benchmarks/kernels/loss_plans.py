@@ -324,7 +324,6 @@ def _choice(record: dict[str, Any], limit: str, rates: cost.Rates) -> str | None
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures or fits, writes the results and prints them."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.loss_plans", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
     parser.add_argument("--rounds", type=int, default=10)

@@ -253,7 +253,6 @@ def _over_gemms(record: dict[str, Any] | None, name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes and prints."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.mlp", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=("projections", "gradients", "mlp"))

@@ -6,7 +6,6 @@ The chart has a panel for each operation and direction, and a line for each file
 launch parameters.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import NullLocator, PercentFormatter
+
+from benchmarks import command
 
 _COLORS = "#33418a", "#c1440e", "#44aa99", "#999933"
 _TICKS = 512, 1024, 2048, 4096, 8192, 16384
@@ -57,11 +58,7 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, reads the results and writes the image."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.norm_widths_chart",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.norm_widths_chart", __doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("output", type=Path)
     args = parser.parse_args(argv)

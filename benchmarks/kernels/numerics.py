@@ -11,7 +11,6 @@ of the exact value. Without a GPU the kernels are interpreted, which takes minut
 smaller shapes.
 """
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks import command
 from pallas_kernels import linear_cross_entropy, rms_norm
 
 _EPS = 1e-6
@@ -162,11 +162,7 @@ def _cell(row: list[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and prints the tables."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.numerics",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.kernels.numerics", __doc__)
     parser.add_argument("op", nargs="?", choices=("norms", "loss"), default="norms")
     op = parser.parse_args(argv).op
     # The interpreter's callbacks wait for JAX's threads, and one device has too few threads.

@@ -185,7 +185,6 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes and prints."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.kernels.quantize", __doc__)
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument(

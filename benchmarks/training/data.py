@@ -25,6 +25,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from benchmarks import command, tables
 from train import data
 from train.config import DataConfig
 
@@ -33,9 +34,7 @@ _VOCAB_SIZE = 32_000
 
 def main() -> None:
     """Parses the command line, measures and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command.parser("benchmarks.training.data", __doc__)
     parser.add_argument("--megabytes", type=float, default=64, help="text to tokenize")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json")
     parser.add_argument("--sequence-length", type=int, default=4096)
@@ -64,17 +63,15 @@ def report(folder: Path, arguments: argparse.Namespace) -> str:
         f"tokenizers {tokenizers.__version__}, {arguments.megabytes:g} MB of JSON lines; batches "
         f"of {arguments.batch_size} x {arguments.sequence_length}",
         "",
-        "| what | tokens/s | MB/s of text | ms |",
-        "|---|---|---|---|",
     ]
-    datasets = {}
+    rows, datasets = [], {}
     for name, chosen in (("bytes", None), ("BPE", tokenizer)):
         config = dataclasses.replace(base, tokenizer=chosen)
         dataset, seconds = opened(config)
         num_tokens = len(dataset.tokens)
-        lines.append(row(f"tokenizing, {name}", num_tokens, seconds, arguments.megabytes))
+        rows.append(row(f"tokenizing, {name}", num_tokens, seconds, arguments.megabytes))
         datasets[f"batches, {name}"], seconds = opened(config)
-        lines.append(row(f"opening the cache, {name}", None, seconds))
+        rows.append(row(f"opening the cache, {name}", None, seconds))
     # The sources of a mixture share a vocabulary.
     source = datasets["batches, BPE"]
     datasets["batches, two sources by weight"] = data.MixtureDataset((source, source), (0.7, 0.3))
@@ -85,8 +82,9 @@ def report(folder: Path, arguments: argparse.Namespace) -> str:
             dataset.batch(step, batch_size=arguments.batch_size, seed=0)
             times.append(time.perf_counter() - start)
         num_tokens = arguments.batch_size * arguments.sequence_length
-        lines.append(row(name, num_tokens, statistics.median(times)))
-    return "\n".join(lines)
+        rows.append(row(name, num_tokens, statistics.median(times)))
+    columns = ["what", "tokens/s", "MB/s of text", "ms"]
+    return "\n".join([*lines, *tables.markdown(columns, rows)])
 
 
 def train_tokenizer(texts: list[str], path: Path, vocab_size: int = _VOCAB_SIZE) -> Path:
@@ -123,11 +121,13 @@ def opened(config: DataConfig) -> tuple[data.PackedDataset, float]:
     return dataset, time.perf_counter() - start
 
 
-def row(name: str, num_tokens: int | None, seconds: float, megabytes: float | None = None) -> str:
+def row(
+    name: str, num_tokens: int | None, seconds: float, megabytes: float | None = None
+) -> list[str]:
     """A row of the table."""
     speed = "-" if num_tokens is None else f"{num_tokens / seconds:,.0f}"
     text_speed = "-" if megabytes is None else f"{megabytes / seconds:.0f}"
-    return f"| {name} | {speed} | {text_speed} | {seconds * 1e3:,.1f} |"
+    return [name, speed, text_speed, f"{seconds * 1e3:,.1f}"]
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ weights of this model are. The runs therefore set `least_size` to 0 in `pallas_k
 so all projections and MLPs multiply in FP8. This compares losses, so the time does not matter.
 
 Each run writes a JSON file into the folder `--output`, every 20 seconds and at its end. Runs with
-one recipe share a compiled step. `--only 0:none 1:rowwise` chooses runs, so that several processes,
-one for each GPU, can share the work and the folder. `--report` reads the files of a folder. It
-compares all runs at the largest number of steps that they have in common.
+one recipe share a compiled step. Several processes, one for each GPU, can share the folder, with
+other `--seeds` or `--recipes`. `--report` reads the files of a folder. It compares all runs at the
+largest number of steps that they have in common.
 
 The held-out loss is measured in two ways: in bfloat16, which is the model in the files of a run,
 and in the recipe's own forward. A gap is a run's loss minus that of bfloat16 with the same seed. A
@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import time
@@ -43,6 +44,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks import command
 from benchmarks.training.fp8_learning_report import BASELINE, PERTURBED, draw, read_runs, report
 from benchmarks.training.schedule import kernel_calls
 from models.config import LlamaConfig
@@ -321,11 +323,7 @@ class Trainer:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.fp8_learning",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.fp8_learning", __doc__)
     names = (BASELINE, PERTURBED, *RECIPES)
     parser.add_argument("--tokens", type=Path, help="file of benchmarks.training.make_tokens")
     parser.add_argument("--output", type=Path, default=Path("runs/fp8_learning"))
@@ -335,7 +333,6 @@ def _parser() -> argparse.ArgumentParser:
         "--recipes", nargs="+", choices=names, default=[BASELINE, "tensorwise", "rowwise"]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", metavar="SEED:RECIPE", help="runs of this process")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="time after which a run stops"
@@ -354,23 +351,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def runs_of(args: argparse.Namespace) -> list[tuple[int, str]]:
-    """The pairs of a seed and a recipe to train; a killed process leaves whole seeds.
-
-    Raises:
-      ValueError: `--only` names an unknown recipe.
-    """
-    if not args.only:
-        return [(seed, recipe) for seed in args.seeds for recipe in args.recipes]
-    pairs = []
-    for text in args.only:
-        seed, _, recipe = text.partition(":")
-        if not seed.isdecimal() or recipe not in (BASELINE, PERTURBED, *RECIPES):
-            raise ValueError(f"--only {text} must be SEED:RECIPE, such as 0:tensorwise")
-        pairs.append((int(seed), recipe))
-    return pairs
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, then trains or reports."""
     parser = _parser()
@@ -383,7 +363,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.tokens is None:
         parser.error("--tokens is missing; benchmarks.training.make_tokens makes the file")
-    pairs = runs_of(args)
     text = Text.load(args.tokens, args.sequence_length)
     args.output.mkdir(parents=True, exist_ok=True)
     config = workload(args, len(text.train.token_bytes))
@@ -395,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
     with jax.set_mesh(mesh), every_size_in_fp8():
         trainer = Trainer(config, text, mesh)
-        for seed, recipe in pairs:
+        for seed, recipe in itertools.product(args.seeds, args.recipes):
             path = args.output / f"seed{seed}_{recipe}.json"
             trainer.run(seed, recipe, path, args.seconds)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import tables
 from pallas_kernels.fp8 import RECIPES
 
 BASELINE, PERTURBED = "none", "perturbed"
@@ -158,45 +159,44 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
             f"{', '.join(f'{value:.4f}' for value in baseline)}; standard deviation over seeds "
             f"{spread:.4f}, range {max(baseline) - min(baseline):.4f}.",
             "",
-            "| recipe | "
-            + " | ".join(f"gap, seed {seed}" for seed in seeds)
-            + " | mean gap | standard error | limit | skipped steps | verdict |",
-            "|---" * (len(seeds) + 6) + "|",
         ]
+        rows = []
         for name in recipes[1:]:
             gaps = found.gaps(name)
             if not gaps:
                 continue
             verdict = Verdict.of(list(gaps.values()), skipped[name])
-            cells = [
-                f"`{name}`",
-                *(f"{gaps[seed]:+.4f}" if seed in gaps else "-" for seed in seeds),
-                f"{verdict.mean:+.4f}",
-                f"{verdict.error:.4f}",
-                f"{verdict.limit:.4f}",
-                str(skipped[name]),
-                "passes" if verdict.passes else "fails",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| recipe | skipped steps | ms a step | memory | calls in the compiled step |",
-        "|---|---|---|---|---|",
-    ]
+            rows.append(
+                [
+                    f"`{name}`",
+                    *(f"{gaps[seed]:+.4f}" if seed in gaps else "-" for seed in seeds),
+                    f"{verdict.mean:+.4f}",
+                    f"{verdict.error:.4f}",
+                    f"{verdict.limit:.4f}",
+                    str(skipped[name]),
+                    "passes" if verdict.passes else "fails",
+                ]
+            )
+        header = ["recipe", *(f"gap, seed {seed}" for seed in seeds), "mean gap"]
+        header += ["standard error", "limit", "skipped steps", "verdict"]
+        lines += tables.markdown(header, rows)
+    rows = []
     for name in recipes:
         own = [run for run in runs if run["recipe"] == name]
         times = [run["step_ms"] for run in own if "step_ms" in run]
         facts = own[0]["programs"]
         calls = ", ".join(f"{count} {kernel}" for kernel, count in facts["calls"].items())
-        cells = [
-            f"`{name}`",
-            str(skipped[name]),
-            f"{statistics.median(times):.1f}" if times else "-",
-            f"{facts['memory_gib']:.1f} GiB",
-            calls or "-",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(
+            [
+                f"`{name}`",
+                str(skipped[name]),
+                f"{statistics.median(times):.1f}" if times else "-",
+                f"{facts['memory_gib']:.1f} GiB",
+                calls or "-",
+            ]
+        )
+    header = ["recipe", "skipped steps", "ms a step", "memory", "calls in the compiled step"]
+    return "\n".join([*lines, "", *tables.markdown(header, rows)]) + "\n"
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> Any:

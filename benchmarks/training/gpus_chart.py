@@ -7,7 +7,6 @@ whose height is its time over that of the first implementation. Each of the othe
 with the columns model, mesh and tokens/s. The row whose mesh is "one GPU" is the baseline.
 """
 
-import argparse
 import collections
 import itertools
 import json
@@ -20,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from benchmarks import tables
+from benchmarks import command, tables
 
 _COLORS = ("#6f6f6f", "#33418a", "#c1440e")
 _INK, _PALE = "#333333", "#777777"
@@ -127,11 +126,7 @@ def draw(records: Sequence[dict[str, Any]], texts: Sequence[str]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, reads the results and writes the image."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.gpus_chart",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.gpus_chart", __doc__)
     parser.add_argument("sharded", type=Path)
     parser.add_argument("training", type=Path, nargs="+")
     parser.add_argument("output", type=Path)

@@ -13,7 +13,6 @@ token stands for. LZMA makes the file 30 % smaller than `numpy.savez_compressed`
 `numpy.load` reads it.
 """
 
-import argparse
 import hashlib
 import tempfile
 import zipfile
@@ -22,11 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import command
 from benchmarks.training.data import train_tokenizer
 from train.data.files import TEXT_SUFFIXES, find_files
 from train.data.tokenizer import HuggingFaceTokenizer
 
 _AT_ONCE = 256  # documents that are encoded together
+_TOKENIZER_BYTES = 30 * 10**6  # of text, on which the BPE is trained
 
 
 def read_documents(folder: Path, num_bytes: int) -> dict[str, bytes]:
@@ -84,15 +85,10 @@ def write_arrays(path: Path, **arrays: np.ndarray) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, reads the folder and writes the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.make_tokens",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.make_tokens", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--megabytes", type=float, default=160, help="text to take")
-    parser.add_argument("--tokenizer-megabytes", type=float, default=30, help="text for the BPE")
     parser.add_argument("--vocab-size", type=int, default=16_384)
     parser.add_argument("--held-out-every", type=int, default=100, metavar="FILES")
     args = parser.parse_args(argv)
@@ -102,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (held_out if is_held_out(key, args.held_out_every) else train).append(text)
     sample, size = [], 0
     for text in train:
-        if size >= args.tokenizer_megabytes * 10**6:
+        if size >= _TOKENIZER_BYTES:
             break
         sample.append(text.decode())
         size += len(text)

@@ -8,7 +8,6 @@ before its first step and `--model.remat auto` relies on. The peak is the alloca
 the initial parameters and the batches. A variant is `layers:remat`.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -17,6 +16,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks import command
 
 _VARIANTS = ("unrolled:minimal", "unrolled:mlp_inputs", "unrolled:full", "scanned:minimal")
 
@@ -54,14 +55,14 @@ def run(preset: str, variant: str, batch_size: int, sequence_length: int) -> tup
     """
     layers, remat = variant.split(":", 1)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
+        arguments = [
             *(sys.executable, "-m", "train", "--preset", preset, "--steps", "2"),
             *("--optimizer.warmup-steps", "1", "--runs-dir", folder, "--name", "memory"),
             *("--data.batch-size", str(batch_size), "--model.remat", remat),
             *("--data.sequence-length", str(sequence_length)),
             f"--model.{'no-' if layers == 'unrolled' else ''}scan-layers",
         ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(arguments, capture_output=True, text=True)
         if done.returncode:
             lines = [text for line in done.stderr.splitlines() if (text := line.strip("│╭╮╰╯─ "))]
             raise RuntimeError(" ".join(lines[-4:]) or f"exit status {done.returncode}")
@@ -70,11 +71,7 @@ def run(preset: str, variant: str, batch_size: int, sequence_length: int) -> tup
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, runs and prints the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.memory",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.memory", __doc__)
     parser.add_argument("--preset", default="llama3.2-1b")
     parser.add_argument("--variants", nargs="+", default=list(_VARIANTS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4])

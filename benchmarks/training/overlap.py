@@ -16,7 +16,6 @@ time of a step, the median over rounds in which every set of options has its tur
 import argparse
 import collections
 import dataclasses
-import shlex
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks import timing
+from benchmarks import command, tables, timing
 from benchmarks.training.schedule import Collective, Schedule
 from models.sharding import make_mesh
 from train import xla_flags
@@ -85,15 +84,13 @@ def table(collectives: Sequence[Collective]) -> str:
     for found in collectives:
         row = found.kind, round(found.nbytes / 2**20), found.is_async, round(found.flops / 1e9)
         rows[row] += found.times
-    lines = [
-        "| collective | MiB | times | asynchronous | GEMM GFLOPs beside it |",
-        "|---" * 5 + "|",
+    cells = [
+        [kind, f"{mib}", f"{times}", *(["yes", f"{gflops}"] if is_async else ["no"])]
+        for (kind, mib, is_async, gflops), times in rows.items()
+        if mib
     ]
-    for (kind, mib, is_async, gflops), times in rows.items():
-        if mib:
-            answer = "yes" if is_async else "no"
-            lines.append(f"| {kind} | {mib} | {times} | {answer} | {gflops if is_async else ''} |")
-    return "\n".join(lines)
+    header = ["collective", "MiB", "times", "asynchronous", "GEMM GFLOPs beside it"]
+    return "\n".join(tables.markdown(header, cells))
 
 
 def add_model(parser: argparse.ArgumentParser, *, layers: int, vocab_size: int) -> None:
@@ -159,12 +156,7 @@ def times_ms(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, compiles, times if asked to, and prints."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.overlap", __doc__)
     add_model(parser, layers=2, vocab_size=32768)
     parser.add_argument("--meshes", nargs="+", default=["1x4", "4x1", "2x2"], metavar="FSDPxTENSOR")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
@@ -184,11 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")
         chip = aot.chip(arguments.device)
     print(f"{chip.device_kind}, jax {jax.__version__}")
-    print(f"    {shlex.join(['python', '-m', 'benchmarks.training.overlap', *argv])}\n")
-    lines = [
-        "| fsdp x tensor | options | exchange ms | exposed ms | GiB | step ms |",
-        "|---" * 6 + "|",
-    ]
+    print(f"    {command.line(parser, argv)}\n")
+    rows = []
     for name in arguments.meshes:
         fsdp, tensor = map(int, name.split("x"))
         number = fsdp * tensor
@@ -212,10 +201,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             whole, exposed = exchange_ms(schedule, chip)
             gib = memory_in_bytes(step) / 2**30
             measured = f"{statistics.median(times[label]):.2f}" if times else "-"
-            lines.append(
-                f"| {name} | {label} | {whole:.2f} | {exposed:.2f} | {gib:.2f} | {measured} |"
-            )
-    print("\n".join(lines))
+            cells = f"{whole:.2f}", f"{exposed:.2f}", f"{gib:.2f}", measured
+            rows.append([name, label, *cells])
+    header = ["fsdp x tensor", "options", "exchange ms", "exposed ms", "GiB", "step ms"]
+    print("\n".join(tables.markdown(header, rows)))
 
 
 if __name__ == "__main__":

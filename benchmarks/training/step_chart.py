@@ -6,14 +6,13 @@
 several tables have the same variant, the last one counts.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from benchmarks import tables
+from benchmarks import command, tables
 
 _OURS, _THEIRS = "#c1440e", "#33418a"
 _INK, _PALE = "#333333", "#777777"
@@ -81,11 +80,7 @@ def draw(texts: Sequence[str]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, reads the tables and writes the image."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training.step_chart",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command.parser("benchmarks.training.step_chart", __doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("output", type=Path)
     args = parser.parse_args(argv)

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import shlex
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ import jax
 
 import models.layers
 import train.step
-from benchmarks import command, timing
+from benchmarks import agreement, command, tables, timing
 from benchmarks.training.overlap import add_model, random_batch
 from models.sharding import make_mesh
 from pallas_kernels import sharded_add_rms_norm
@@ -91,7 +90,6 @@ def config_of(arguments: argparse.Namespace) -> TrainConfig:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, compiles, times and prints."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = command.parser("benchmarks.training.tensor_parallel", __doc__)
     add_model(parser, layers=4, vocab_size=1024)
     parser.add_argument("--batch-size", type=int, default=2)
@@ -124,21 +122,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         timings = timing.compare(
             cases, rounds=arguments.rounds, calls_per_round=_CALLS, measure=timing.wall_ms
         )
-    print(
-        f"{len(devices)} x {device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}\n\n"
-        f"    {shlex.join(['python', '-m', 'benchmarks.training.tensor_parallel', *argv])}\n\n"
-        "| | ms a layer | min - max | GiB beside arguments and results | loss, gradient norm |\n"
-        "|---|---|---|---|---|"
-    )
+    rows = []
     for name, timed in timings.items():
         loss, norm = losses[name]
-        gib = programs[name].memory_analysis().temp_size_in_bytes / 2**30
+        gib = f"{agreement.temporary_bytes(programs[name]) / 2**30:.2f}"
         if timed.error is not None:
-            print(f"| {name} | {timed.error} | | {gib:.2f} | |")
+            rows.append([name, timed.error, "", gib])
             continue
         ms = [time_ms / arguments.layers for time_ms in timed.times_ms]
-        spread = f"{statistics.median(ms):.3f} | {min(ms):.3f} - {max(ms):.3f}"
-        print(f"| {name} | {spread} | {gib:.2f} | {loss:.4f}, {norm:.4f} |")
+        spread = f"{statistics.median(ms):.3f}", f"{min(ms):.3f} - {max(ms):.3f}"
+        rows.append([name, *spread, gib, f"{loss:.4f}, {norm:.4f}"])
+    header = ["", "ms a layer", "min - max"]
+    header += ["GiB beside arguments and results", "loss, gradient norm"]
+    print(
+        f"{len(devices)} x {device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}\n\n"
+        f"    {command.line(parser, argv)}\n"
+    )
+    print("\n".join(tables.markdown(header, rows)))
 
 
 if __name__ == "__main__":

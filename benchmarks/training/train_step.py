@@ -27,12 +27,10 @@ import importlib.metadata
 import math
 import random
 import re
-import shlex
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +38,7 @@ from unittest import mock
 import jax
 
 import train.step
-from benchmarks import ceilings
+from benchmarks import ceilings, command, tables
 from benchmarks.kernels.documents import positions_of, random_segment_ids
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware, linear_cross_entropy
@@ -75,9 +73,25 @@ _KINDS = {
 
 # Options of `linear_cross_entropy`. A chunk of 2**30 tokens holds all of them.
 _LOSSES: dict[str, dict[str, Any]] = {
-    "loss=xla": {"implementation": "xla"},
-    "loss=logits": {"implementation": "xla", "chunk_size": 2**30},
+    "xla": {"implementation": "xla"},
+    "logits": {"implementation": "xla", "chunk_size": 2**30},
 }
+_WORDS = ("fp8=", "xla", "loss=", "attention=", "documents=", "pgle")
+
+
+def options_of(words: Sequence[str], known: Sequence[str]) -> dict[str, str] | None:
+    """`["xla", "fp8=rowwise"]` as `{"xla": "", "fp8": "rowwise"}`; None if a word is wrong.
+
+    Args:
+      words: Parts of the name of a variant.
+      known: Words that exist, each of them once; one with a value ends in "=".
+    """
+    found = {}
+    for name, equals, value in (word.partition("=") for word in words):
+        if name + equals not in known or name in found:
+            return None
+        found[name] = value
+    return found
 
 
 @dataclasses.dataclass
@@ -126,19 +140,12 @@ class Way:
           ValueError: The name has an unknown part.
         """
         layers, remat, *rest = name.split(":")
-        loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
-        options = [word for word in rest if word.startswith("xla_")]
-        recipes = [word.removeprefix("fp8=") for word in rest if word.startswith("fp8=")]
-        libraries = [w.removeprefix("attention=") for w in rest if w.startswith("attention=")]
-        prefix = "documents="
-        documents = [int(w.removeprefix(prefix)) for w in rest if w.startswith(prefix)]
-        if layers not in ("scanned", "unrolled") or len(rest) != (
-            len(options)
-            + len(recipes[:1])
-            + len(libraries[:1])
-            + len(documents[:1])
-            + sum(word in rest for word in ("xla", "pgle"))
-            + (loss is not None)
+        of_xla = tuple(word for word in rest if word.startswith("xla_"))
+        options = options_of([word for word in rest if word not in of_xla], _WORDS)
+        if (
+            layers not in ("scanned", "unrolled")
+            or options is None
+            or options.get("loss", "xla") not in _LOSSES
         ):
             raise ValueError(
                 f"variant {name!r} must be (scanned|unrolled):REMAT, with ':fp8=RECIPE', ':xla', "
@@ -149,13 +156,14 @@ class Way:
             base.model,
             scan_layers=layers == "scanned",
             remat=remat,
-            implementation="xla" if "xla" in rest else None,
-            fp8=next(iter(recipes), None),
-            attention_implementation=next(iter(libraries), None),
+            implementation="xla" if "xla" in options else None,
+            fp8=options.get("fp8"),
+            attention_implementation=options.get("attention"),
         )
+        loss = _LOSSES[options["loss"]] if "loss" in options else None
+        number = int(options["documents"]) if "documents" in options else None
         config = dataclasses.replace(base, model=model)
-        number = next(iter(documents), None)
-        return cls(config, loss, tuple(options), "pgle" in rest, number)
+        return cls(config, loss, of_xla, "pgle" in options, number)
 
     def batch(self) -> dict[str, Any]:
         """The batch of all steps."""
@@ -190,16 +198,21 @@ class Way:
         return compiled, compiled
 
 
-def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:
-    """`(kind, launches, milliseconds)`, the longest first."""
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel, from its name."""
+    found = (kind for kind, pattern in _KINDS.items() if re.search(pattern, kernel))
+    return next(found, "elementwise")
+
+
+def grouped(
+    kernels: Sequence[tuple[str, float]], group: Callable[[str], str]
+) -> list[tuple[str, str, str]]:
+    """The name, launches and milliseconds of each group of kernels, the longest first."""
     totals: dict[str, list[float]] = collections.defaultdict(list)
     for name, milliseconds in kernels:
-        kind = next(
-            (kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "elementwise"
-        )
-        totals[kind].append(milliseconds)
-    rows = [(kind, len(times), sum(times)) for kind, times in totals.items()]
-    return sorted(rows, key=lambda row: -row[2])
+        totals[group(name)].append(milliseconds)
+    ordered = sorted(totals.items(), key=lambda item: -sum(item[1]))
+    return [(name, str(len(times)), f"{sum(times):.1f}") for name, times in ordered]
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +242,10 @@ def workload(arguments: argparse.Namespace) -> TrainConfig:
     return dataclasses.replace(base, data=data, model=model, optimizer=optimizer)
 
 
+# The first column, and those of `speed_cells`.
+SPEED_COLUMNS = ("variant", "ms/step", "min - max", "tokens/s", "MFU")
+
+
 def speed_cells(config: TrainConfig, times_s: list[float], num_gpus: int = 1) -> list[str]:
     """Cells of a table: median and range of the milliseconds a step, tokens/s of all GPUs, MFU."""
     flops = metrics.flops_of_run(config)(contexts_of_rows(config))
@@ -245,9 +262,7 @@ def speed_cells(config: TrainConfig, times_s: list[float], num_gpus: int = 1) ->
 
 def main() -> None:
     """Parses the command line, measures, prints and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command.parser("benchmarks.training.train_step", __doc__)
     add_workload(parser)
     parser.add_argument("--variants", nargs="+", default=["scanned:minimal", "unrolled:minimal"])
     parser.add_argument("--rounds", type=int, default=12)
@@ -350,47 +365,44 @@ def report(
         f"median of {len(limits)} interleaved rounds. Learning rate "
         f"{config.optimizer.learning_rate}. In the same run: {limit}.",
         "",
-        f"    python -m benchmarks.training.train_step {shlex.join(sys.argv[1:])}",
+        f"    {command.line(command.parser('benchmarks.training.train_step', None), None)}",
         "",
         "MFU counts the causal attention of whole rows at half and no recomputation, against the "
         "card's dense bfloat16 peak. Memory is arguments plus temporaries of the compiled step, on "
         "one GPU.",
         "",
-        "| variant | ms/step | min - max | tokens/s | MFU | of GEMM | memory | compile | loss |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for variant in variants:
         speed = config.data.tokens_per_step / variant.step_s
-        cells = [
-            variant.name,
-            *speed_cells(config, variant.times_s, num_gpus),
-            f"{speed * flops / (gemm * num_gpus):.1%}",
-            f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB" if variant.compiled else "-",
-            f"{variant.compile_s:.0f} s",
-            f"{variant.loss:.3f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(
+            [
+                variant.name,
+                *speed_cells(config, variant.times_s, num_gpus),
+                f"{speed * flops / (gemm * num_gpus):.1%}",
+                f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB" if variant.compiled else "-",
+                f"{variant.compile_s:.0f} s",
+                f"{variant.loss:.3f}",
+            ]
+        )
+    lines += tables.markdown([*SPEED_COLUMNS, "of GEMM", "memory", "compile", "loss"], rows)
     for variant in variants:
         if not variant.kernels:
             continue
         total = sum(milliseconds for _, milliseconds in variant.kernels)
+        by_kind = grouped(variant.kernels, kind_of)
+        shortened = lambda name: f"`{re.sub(r'[_.]?\d+$', '', name)[:70]}`"
         lines += [
             "",
             f"{variant.name}: {total:.1f} ms of kernels in {len(variant.kernels)} launches, "
             f"{variant.traced_ms:.1f} ms from the first to the last",
             "",
-            "| kind | launches | ms |",
-            "|---|---|---|",
+            *tables.markdown(["kind", "launches", "ms"], by_kind),
+            "",
+            *tables.markdown(
+                ["longest kernels", "launches", "ms"], grouped(variant.kernels, shortened)[:16]
+            ),
         ]
-        lines += [
-            f"| {kind} | {count} | {ms:.1f} |" for kind, count, ms in kernel_table(variant.kernels)
-        ]
-        lines += ["", "| longest kernels | launches | ms |", "|---|---|---|"]
-        by_name: dict[str, list[float]] = collections.defaultdict(list)
-        for name, milliseconds in variant.kernels:
-            by_name[re.sub(r"[_.]?\d+$", "", name)[:70]].append(milliseconds)
-        longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]
-        lines += [f"| `{name}` | {len(times)} | {sum(times):.1f} |" for name, times in longest]
     return "\n".join(lines) + "\n"
 
 

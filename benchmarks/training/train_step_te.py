@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.training import train_step
 from benchmarks.training.variants import Measured, compare, timed
 from models.config import LlamaConfig
 from pallas_kernels import linear_cross_entropy
@@ -46,14 +47,14 @@ def options_of(name: str) -> tuple[str, str | None]:
     Raises:
       ValueError: The name of the variant has an unknown part.
     """
-    loss, _, option = name.partition(":")
-    recipe = option.removeprefix("fp8=")
-    if loss not in _LOSSES or (name != loss and (recipe == option or recipe not in _RECIPES)):
+    loss, *parts = name.split(":")
+    options = train_step.options_of(parts, ["fp8="])
+    if loss not in _LOSSES or options is None or not set(options.values()) <= _RECIPES.keys():
         raise ValueError(
             f"variant {name!r} must be one of {', '.join(_LOSSES)}, with :fp8=current or "
             ":fp8=delayed after it"
         )
-    return loss, recipe or None
+    return loss, options.get("fp8")
 
 
 def autocast(recipe: str | None) -> contextlib.AbstractContextManager[None]:

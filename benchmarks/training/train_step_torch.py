@@ -23,13 +23,14 @@ import contextlib
 import importlib
 from typing import Any
 
+from benchmarks.training import train_step
 from benchmarks.training.variants import Measured, compare, timed
 from models.config import LlamaConfig
 from models.llama_hf import config_to_hf
 from train.config import TrainConfig
 
 _LIBRARIES = ("huggingface", "liger", "liger_loss")
-_OPTIONS = ("full", "compile", "cudnn", "fp8")
+_OPTIONS = ("full", "compile", "cudnn", "fp8=")
 
 
 def options_of(name: str) -> tuple[str, dict[str, str]]:
@@ -39,8 +40,8 @@ def options_of(name: str) -> tuple[str, dict[str, str]]:
       ValueError: The name of the variant has an unknown part.
     """
     library, *parts = name.split(":")
-    options = {key: value for key, _, value in (part.partition("=") for part in parts)}
-    if library not in _LIBRARIES or not set(options) <= set(_OPTIONS):
+    options = train_step.options_of(parts, _OPTIONS)
+    if library not in _LIBRARIES or options is None:
         raise ValueError(
             f"variant {name!r} must be one of {', '.join(_LIBRARIES)}, with :full, :compile, "
             ":cudnn or :fp8=RECIPE after it"

@@ -3,7 +3,6 @@
 `train_step_torch` and `train_step_te` use it.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import multiprocessing
@@ -17,8 +16,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import peers
-from benchmarks.training.train_step import add_workload, speed_cells, workload
+from benchmarks import command, peers, tables
+from benchmarks.training.train_step import SPEED_COLUMNS, add_workload, speed_cells, workload
 from train.config import TrainConfig
 
 
@@ -70,18 +69,12 @@ def report(config: TrainConfig, results: list[Measured], module: str, setup: str
         "",
         f"    python -m {module} {shlex.join(sys.argv[1:])}",
         "",
-        "| variant | ms/step | min - max | tokens/s | MFU | memory | loss |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for result in results:
-        cells = [
-            result.name,
-            *speed_cells(config, result.times_s),
-            f"{result.bytes / 2**30:.1f} GiB",
-            f"{result.loss:.3f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        [r.name, *speed_cells(config, r.times_s), f"{r.bytes / 2**30:.1f} GiB", f"{r.loss:.3f}"]
+        for r in results
+    ]
+    return "\n".join([*lines, *tables.markdown([*SPEED_COLUMNS, "memory", "loss"], rows)]) + "\n"
 
 
 def compare(
@@ -104,9 +97,7 @@ def compare(
       module: Name of the benchmark's module.
       setup: Sentences above the table.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command.parser(module, description)
     add_workload(parser)
     parser.add_argument("--variants", nargs="+", default=default)
     parser.add_argument("--rounds", type=int, default=10)

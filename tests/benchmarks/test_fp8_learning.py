@@ -36,8 +36,8 @@ def folder(tokens, tmp_path_factory):
     """The files of three runs of a seed."""
     folder = tmp_path_factory.mktemp("runs")
     flags = ["--tokens", str(tokens), "--output", str(folder)]
-    only = ["0:none", "0:perturbed", "0:tensorwise"]
-    fp8_learning.main([*flags, *TINY, "--only", *only])
+    recipes = ["none", "perturbed", "tensorwise"]
+    fp8_learning.main([*flags, *TINY, "--seeds", "0", "--recipes", *recipes])
     return folder
 
 
@@ -73,7 +73,7 @@ def test_runs_of_a_seed_are_pairs(folder):
 @pytest.mark.full
 def test_a_run_alone_is_the_same_run(folder, tokens, tmp_path):
     flags = ["--tokens", str(tokens), "--output", str(tmp_path)]
-    fp8_learning.main([*flags, *TINY, "--only", "0:none"])
+    fp8_learning.main([*flags, *TINY, "--seeds", "0", "--recipes", "none"])
     name = "seed0_none.json"
     alone, beside = (json.loads((path / name).read_text()) for path in (tmp_path, folder))
     assert alone["losses"] == beside["losses"] and alone["batches"] == beside["batches"]
@@ -165,17 +165,3 @@ def test_report_of_unequal_lengths(tmp_path):
 )
 def test_rule(gaps, skipped, passes):
     assert fp8_learning_report.Verdict.of(gaps, skipped).passes is passes
-
-
-def test_names_of_runs():
-    args = fp8_learning._parser().parse_args(["--seeds", "3", "4"])
-    assert fp8_learning.runs_of(args)[:4] == [
-        (3, "none"),
-        (3, "tensorwise"),
-        (3, "rowwise"),
-        (4, "none"),
-    ]
-    for wrong in ("rowwise:0", "0:fast", "none"):
-        args.only = [wrong]
-        with pytest.raises(ValueError, match="must be SEED:RECIPE"):
-            fp8_learning.runs_of(args)
