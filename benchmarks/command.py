@@ -34,9 +34,9 @@ def add_results(parser: argparse.ArgumentParser, *, rounds: int = 10) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
 
 
-def line(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> str:
-    """The command line with these arguments; None is for those of the process."""
-    return f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
+def line(program: str, argv: Sequence[str] | None = None) -> str:
+    """The command line of a program with these arguments; None is for those of the process."""
+    return f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
 
 
 def short_name(device_kind: str) -> str:
@@ -90,7 +90,7 @@ class Run:
             device,
             time.strftime("%Y-%m-%d"),
             versions,
-            line(parser, argv),
+            line(parser.prog, argv),
             rounds,
             str(ceilings.measure()),
         )

@@ -4,22 +4,16 @@ A token attends to earlier tokens of its own document. `segment_ids` `[B, S]` ar
 documents, which count from 0 in every row.
 """
 
-import functools
 import importlib
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels.attention import (
     AttentionConfig,
-    ForwardConfig,
-    KeysConfig,
-    QueriesConfig,
     document_attention,
     document_bounds,
 )
@@ -101,47 +95,6 @@ def by_transformer_engine(
 def positions_of(segment_ids: jax.Array) -> jax.Array:
     """The position of each token in its document, from 0."""
     return jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - document_bounds(segment_ids).begins
-
-
-# Name, tiles, function, and the directions to time.
-type Contender = tuple[str, str, Callable[..., jax.Array], tuple[Direction, ...]]
-
-
-def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Contender]:
-    """The contenders on rows of so many documents, ours with all of its tiles.
-
-    Where heads have 128 channels, some of the tiles spill registers, and others are refused.
-    """
-    both: tuple[Direction, ...] = ("forward", "forward+backward")
-    found: list[Contender] = [
-        ("cuDNN, mask", "", masked, both),
-        ("ours", "", by_kernels, both),
-    ]
-    for warpgroups, block_kv, stages in (
-        *((warpgroups, 64, stages) for warpgroups in (1, 2, 4) for stages in (2, 4)),
-        (2, 128, 2),
-        (4, 128, 2),
-    ):
-        forward = ForwardConfig(warpgroups=warpgroups, block_kv=block_kv, max_stages=stages)
-        run = functools.partial(by_kernels, config=AttentionConfig(forward=forward))
-        label = f"{warpgroups} x 64x{block_kv}x{stages}"
-        found.append(("ours", label, run, both[:1]))
-    for (warpgroups, stages), of_dkdv in (
-        ((2, 4), (64, 3)),
-        ((4, 4), (64, 3)),
-        ((2, 4), (128, 2)),
-        ((3, 3), (64, 3)),
-        ((2, 3), (64, 3)),
-    ):
-        dq = QueriesConfig(warpgroups=warpgroups, stages=stages)
-        dkdv = KeysConfig(tile=of_dkdv[0], stages=of_dkdv[1])
-        config = AttentionConfig(dq=dq, dkdv=dkdv)
-        label = f"dq {warpgroups} x 64x64x{stages}, dk and dv 2 x 64x{shapes.label(of_dkdv)}"
-        found.append(("ours", label, functools.partial(by_kernels, config=config), both[1:]))
-    if with_transformer_engine:
-        run = functools.partial(by_transformer_engine, num_documents=num_documents)
-        found.append(("TransformerEngine, packed", "", run, both))
-    return found
 
 
 def random_segment_ids(

@@ -59,14 +59,11 @@ def _swiglu(gate, up):
 
 
 def _linear_cross_entropy(x, weight, labels):
-    logits = x @ weight.T
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+    return -jnp.mean(_linear_log_probs(x, weight, labels))
 
 
 def _linear_log_probs(x, weight, labels):
-    log_p = jax.nn.log_softmax(x @ weight.T, axis=-1)
-    return jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+    return _linear_log_probs_and_entropy(x, weight, labels)[0]
 
 
 def _linear_log_probs_and_entropy(x, weight, labels):

@@ -84,44 +84,29 @@ def _with_gradients(fn: Callable[..., Any], *args: Any) -> Any:
     return y, vjp(args[-1])
 
 
-def copies_of(weight: jax.Array, recipe: Recipe) -> Any:
-    """The FP8 copies of a weight."""
-    quantized = quantize_weight(weight, recipe)
-    return quantized.forward, quantized.dgrad
-
-
 def layers(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
     """A linear layer forward (`f`), and forward with both gradients (`f+b`)."""
     x, w, dy = normal(0, tokens, k), normal(1, k, n) * 0.02, normal(2, tokens, n)
     bf16 = lambda x, w: x @ w
-    ways: dict[str, Any] = {
-        "bf16 f+b": (functools.partial(_with_gradients, bf16), (x, w, dy)),
-    }
-    for name, recipe in _EVERY.items():
-        prepared = jax.jit(functools.partial(quantize_weight, recipe=recipe))(w)
-
-        def layer(x: jax.Array, w: jax.Array, copies: Any, recipe: Any = recipe) -> jax.Array:
-            return fp8_linear(x, dataclasses.replace(copies, weight=w), recipe=recipe)
-
-        def graded(x: Any, w: Any, dy: Any, copies: Any, layer: Any = layer) -> Any:
-            return _with_gradients(lambda x, w: layer(x, w, copies), x, w, dy)
-
-        ways[f"{name} f+b"] = graded, (x, w, dy, prepared)
-    timings = compare(ways, rounds)
+    both: dict[str, Any] = {"bf16 f+b": (functools.partial(_with_gradients, bf16), (x, w, dy))}
     forward: dict[str, Any] = {"bf16 f": (bf16, (x, w))}
+    casts = []
     for name, recipe in _EVERY.items():
+
+        def graded(x: Any, w: Any, dy: Any, copies: Any, recipe: Recipe = recipe) -> Any:
+            of = lambda w: dataclasses.replace(copies, weight=w)
+            return _with_gradients(lambda x, w: fp8_linear(x, of(w), recipe=recipe), x, w, dy)
+
+        def cast(w: jax.Array, recipe: Recipe = recipe) -> Any:
+            quantized = quantize_weight(w, recipe)
+            return quantized.forward, quantized.dgrad
+
         prepared = jax.jit(functools.partial(quantize_weight, recipe=recipe))(w)
-        fn = functools.partial(fp8_linear, recipe=recipe)
-        forward[f"{name} f"] = fn, (x, prepared)
-    timings |= compare(forward, rounds)
-    casts = {
-        f"weight {name}": timing.Case(
-            f"weight {name}",
-            [functools.partial(jax.jit(lambda w, r=r: copies_of(w, r)), w)],
-        )
-        for name, r in _EVERY.items()
-    }
-    return timings | timing.compare(list(casts.values()), rounds=rounds)
+        both[f"{name} f+b"] = graded, (x, w, dy, prepared)
+        forward[f"{name} f"] = functools.partial(fp8_linear, recipe=recipe), (x, prepared)
+        casts.append(timing.Case(f"weight {name}", [functools.partial(jax.jit(cast), w)]))
+    timings = compare(both, rounds) | compare(forward, rounds)
+    return timings | timing.compare(casts, rounds=rounds)
 
 
 def mlps(tokens: int, d: int, f: int, rounds: int) -> dict[str, timing.Timing]:

@@ -92,14 +92,11 @@ def _minus_losses(**options: Any) -> Callable[..., Any]:
     return results
 
 
-def _all_logits(entropy: bool) -> Callable[..., Any]:
-    def results(x, weight, labels):
-        logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
-        log_p = jax.nn.log_softmax(logits, axis=-1)
-        picked = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
-        return picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1) if entropy else None
-
-    return results
+def _all_logits(x, weight, labels):
+    logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    picked = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+    return picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
 def _sum_of_products(log_probs, entropy, data):
@@ -178,7 +175,7 @@ SETTINGS = (
     _gradients("entropies", True),
     _gradients("entropies, softcap", True, logit_softcap=1e4),
     Setting("XLA chunks, entropies", "gradients", _log_probs(True, **_XLA), True),
-    Setting("XLA, all logits, entropies", "gradients", _all_logits(True), True),
+    Setting("XLA, all logits, entropies", "gradients", _all_logits, True),
     _loss_of_tokens("token loss"),
     _loss_of_tokens("token loss, frozen weight", weight="frozen"),
     _loss_of_tokens("token loss with entropies", True),

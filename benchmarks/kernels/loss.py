@@ -86,7 +86,8 @@ def _low_rank(loss, vocab_axis, x, weight, labels):
     return jax.value_and_grad(of_factors, argnums=(0, 1, 2))(x, a, b)
 
 
-def _all_logits(x, weight, labels, weight_layout="vd"):
+def all_logits(x, weight, labels, weight_layout="vd"):
+    """The loss with all logits in memory, in the dtype of `x`."""
     logits = jnp.einsum(f"td,{weight_layout}->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
@@ -116,7 +117,7 @@ SETTINGS = (
     Setting("ours, frozen weight", _ours(), "frozen"),
     Setting("ours, LoRA", _ours(), "lora"),
     _XLA,
-    Setting("XLA, all logits", _all_logits),
+    Setting("XLA, all logits", all_logits),
 )
 # The only peer that runs in JAX.
 _TOKAMAX = Setting("tokamax", _tokamax, "bfloat16", layout="dv")

@@ -132,37 +132,25 @@ class Work:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Tokens of a device, D, F and V; and all tokens, D and V of a trainer's loss."""
-
-    tokens: int
-    hidden: int
-    wide: int
-    vocab: int
-    trainer: tuple[int, int, int]
-
-
-SIZES = {
-    "cpu": Sizes(512, 512, 1536, 8192, (4096, 512, 8192)),
-    "gpu": Sizes(8192, 4096, 14336, 128256, (32768, 2560, 128256)),
+# Tokens of a device, D, F and V; and all tokens, D and V of a trainer's loss.
+type Sizes = tuple[int, int, int, int, tuple[int, int, int]]
+SIZES: dict[str, Sizes] = {
+    "cpu": (512, 512, 1536, 8192, (4096, 512, 8192)),
+    "gpu": (8192, 4096, 14336, 128256, (32768, 2560, 128256)),
 }
 
 
 def works(num_devices: int, sizes: Sizes) -> dict[str, Work]:
     """The work by name."""
-    tokens, hidden, wide, vocab = dataclasses.astuple(sizes)[:4]
+    tokens, hidden, wide, vocab, (num_rows, width, words) = sizes
     tokens *= num_devices
     mlp = [(tokens, hidden), (hidden, wide), (hidden, wide), (wide, hidden)]
     loss = Work(linear_cross_entropy, plain_loss, [(tokens, hidden), (vocab, hidden)], [P()], vocab)
     rows = dataclasses.replace(loss, weights=[P(_AXIS, None)])
-    num_rows, width, words = sizes.trainer
     return {
         "norm": Work(rms_norm, plain_norm, [(tokens, hidden), (hidden,)], [P()]),
-        "mlp, weights whole": Work(swiglu_mlp, plain_mlp, mlp, [P(), P(), P()]),
-        "mlp, FSDP": Work(
-            swiglu_mlp, plain_mlp, mlp, [P(_AXIS, None), P(_AXIS, None), P(_AXIS, None)]
-        ),
+        "mlp, weights whole": Work(swiglu_mlp, plain_mlp, mlp, [P()] * 3),
+        "mlp, FSDP": Work(swiglu_mlp, plain_mlp, mlp, [P(_AXIS, None)] * 3),
         "loss, weight whole": loss,
         "loss, FSDP": rows,
         "loss of a trainer, FSDP": dataclasses.replace(
@@ -171,9 +159,7 @@ def works(num_devices: int, sizes: Sizes) -> dict[str, Work]:
     }
 
 
-def programs(
-    work: Work, num_devices: int, dtype: Any, names: Sequence[str] = WAYS
-) -> dict[str, Any]:
+def programs(work: Work, num_devices: int, dtype: Any) -> dict[str, Any]:
     """The compiled program of each way to call the operation, with its arguments."""
     meshes = {
         name: jax.make_mesh((num_devices,), (_AXIS,), axis_types=(kind,))
@@ -187,8 +173,7 @@ def programs(
         "Explicit": (meshes["Explicit"], ours),
     }
     found = {}
-    for name in names:
-        mesh, run = ways[name]
+    for name, (mesh, run) in ways.items():
         with jax.set_mesh(mesh):
             args = work.arrays(mesh, dtype)
             splits = [NamedSharding(mesh, spec) for spec in (_TOKENS, *work.weights)]
@@ -242,7 +227,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table with a line for each operation."""
     parser = command.parser("benchmarks.kernels.mesh", __doc__)
     parser.add_argument("--operations", nargs="+", help="beginnings of names; all by default")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="with `by hand`")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--calls", type=int, default=4, help="calls of a program in a round")
     flags = parser.parse_args(argv)
@@ -252,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"this needs several devices; JAX found only {devices[0].device_kind!r}")
     is_cpu = devices[0].platform == "cpu"
     print(f"{len(devices)} x {devices[0].device_kind}; time, over `by hand`, memory, difference\n")
-    print(f"| | {' | '.join(flags.ways)} |\n|---|{'---|' * len(flags.ways)}")
+    print(f"| | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
     for name, work in works(len(devices), SIZES[devices[0].platform]).items():
         if flags.operations and not name.startswith(tuple(flags.operations)):
             continue
         dtype = jnp.float32 if is_cpu else jnp.bfloat16
-        found = programs(work, len(devices), dtype, flags.ways)
+        found = programs(work, len(devices), dtype)
         wrong = errors(found)
         cases = [
             timing.Case(way, [functools.partial(*program[:1], *program[1])])

@@ -39,19 +39,6 @@ SHAPES: tuple[Shape, ...] = ((8192, 4096, 14336), (16384, 2048, 8192))
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to compute a part.
-
-    Attributes:
-      name: Name in the table.
-      fn: Function of the part's inputs; it returns a tuple of arrays.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class Part:
     """A computation for which there are several ways.
 
@@ -59,13 +46,14 @@ class Part:
       name: Name of the section.
       inputs: Inputs of every way.
       gemms: Bare matrix products of the computation.
-      ways: Ways to compute it. The arrays of each must agree with those of the first.
+      ways: Ways to compute it, by name: functions of the inputs that return a tuple of arrays. The
+        arrays of each must agree with those of the first.
     """
 
     name: str
     inputs: tuple[jax.Array, ...]
     gemms: list[Callable[[], Any]]
-    ways: list[Way]
+    ways: dict[str, Callable[..., Any]]
 
 
 def variants(base: Config, *, sweep: bool) -> Iterator[tuple[str, Config]]:
@@ -113,36 +101,33 @@ def parts(shape: Shape, *, sweep: bool) -> list[Part]:
 
     device = target_device()
     backward = gated_matmul.default_backward_config(tokens, intermediate_size, hidden_size, device)
-    projections = [
-        Way("XLA, gate and up kept", _project_xla),
-        Way("XLA", lambda *a: _project_xla(*a)[:1]),
-    ]
+    projections: dict[str, Callable[..., Any]] = {
+        "XLA, gate and up kept": _project_xla,
+        "XLA": lambda *a: _project_xla(*a)[:1],
+    }
     for keep in (True, False):
         forward = gated_matmul.default_config(
             tokens, intermediate_size, hidden_size, device, keep=keep
         )
         for name, config in variants(forward, sweep=sweep):
             kernel = functools.partial(gated_matmul.gated_matmul, keep=keep, config=config)
-            projections.append(Way(f"kernel{', gate and up kept' if keep else ''}{name}", kernel))
-    gradients = [
-        Way("XLA", _gradients_xla),
-        Way("XLA's GEMM, our elementwise kernels", _gradients_kernels),
-    ]
+            projections[f"kernel{', gate and up kept' if keep else ''}{name}"] = kernel
+    gradients: dict[str, Callable[..., Any]] = {
+        "XLA": _gradients_xla,
+        "XLA's GEMM, our elementwise kernels": _gradients_kernels,
+    }
     for name, config in variants(backward, sweep=sweep):
         kernel = functools.partial(gated_matmul.gated_matmul_backward, config=config)
-        gradients.append(Way(f"kernel{name}", kernel))
-    whole = [
-        Way(f"{implementation}, save={save}", functools.partial(_whole, implementation, save))
-        for implementation, save in (
-            ("reference", "all"),
-            ("xla", "all"),
-            ("xla", "gate_up"),
-            ("xla", "x"),
-            ("mosaic_gpu", "all"),
-            ("mosaic_gpu", "gate_up"),
-            ("mosaic_gpu", "x"),
+        gradients[f"kernel{name}"] = kernel
+    whole = {
+        f"{implementation}, save={save}": functools.partial(_whole, implementation, save)
+        for implementation, saves in (
+            ("reference", ("all",)),
+            ("xla", ("all", "gate_up", "x")),
+            ("mosaic_gpu", ("all", "gate_up", "x")),
         )
-    ]
+        for save in saves
+    }
     weights = w_gate, w_up, w_down
     nine = [project, project, down, dproduct, dx, dx, dw, dw, dw_down]
     return [
@@ -177,7 +162,7 @@ def _whole(implementation, save, *arrays):
 def measure(part: Part, rounds: int) -> dict[str, Any]:
     """Times the ways of a part beside its GEMMs."""
     expected = agreement.of_first()
-    cases = [agreement.compiled(way.name, way.fn, part.inputs, expected) for way in part.ways]
+    cases = [agreement.compiled(*way, part.inputs, expected) for way in part.ways.items()]
     del expected
     gemms = timing.Case("GEMMs", [lambda: [gemm() for gemm in part.gemms]])
     timings = timing.compare([gemms, *cases], rounds=rounds)

@@ -22,9 +22,10 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import command
+from benchmarks.kernels.formulas import EPS
+from benchmarks.kernels.loss import all_logits
 from pallas_kernels import linear_cross_entropy, rms_norm
 
-_EPS = 1e-6
 _HIDDEN_SIZES = (128, 1024, 2880, 4096, 8192)
 _TOKENS = (256, 1024, 4096, 16384)
 # (Tokens, hidden size, vocabulary size) and the chunk sizes, on a GPU and in the interpreter.
@@ -35,14 +36,14 @@ _LOSS_INTERPRETED = (256, 128, 500), (256, 128)
 def hugging_face(x: jax.Array, weight: jax.Array) -> jax.Array:
     """The formula of transformers' LlamaRMSNorm, with the result rounded to the dtype of `x`."""
     hidden = x.astype(jnp.float32)
-    hidden *= jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + _EPS)
+    hidden *= jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + EPS)
     return (weight * hidden.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
 
 
 def exact(x: Any, weight: Any, dy: Any) -> tuple[np.ndarray, ...]:
     """`(y, dx, dweight)` in float64."""
     x, weight, dy = (np.asarray(a, np.float64) for a in (x, weight, dy))
-    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + _EPS)
+    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS)
     x_hat, dx_hat = x * rstd, dy * weight
     dx = rstd * (dx_hat - x_hat * np.mean(dx_hat * x_hat, axis=-1, keepdims=True))
     return x_hat * weight, dx, np.sum(dy * x_hat, axis=0)
@@ -53,7 +54,7 @@ def errors(num_tokens: int, hidden_size: int) -> dict[str, list[float]]:
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (jax.random.normal(key, (num_tokens, hidden_size), jnp.bfloat16) for key in keys[:2])
     weight = 1 + jax.random.normal(keys[2], (hidden_size,)) / 8
-    norm = functools.partial(rms_norm, eps=_EPS)
+    norm = functools.partial(rms_norm, eps=EPS)
     implementations = {
         "mosaic_gpu": functools.partial(norm, implementation="mosaic_gpu"),
         "reference": functools.partial(norm, implementation="reference"),
@@ -66,13 +67,6 @@ def errors(num_tokens: int, hidden_size: int) -> dict[str, list[float]]:
         got = [np.asarray(a, np.float64) for a in (y, *vjp(dy))]
         found[name] = [_relative_error(g, w) for g, w in zip(got, wanted, strict=True)]
     return found
-
-
-def all_logits(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """The loss as transformers computes it, with all logits in memory in the dtype of `x`."""
-    logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
 
 
 def exact_loss(x: Any, weight: Any, labels: Any) -> tuple[np.ndarray, ...]:
@@ -109,6 +103,7 @@ def loss_errors(
             loss, implementation="mosaic_gpu", accum_dtype=jnp.bfloat16
         ),
         "xla": functools.partial(loss, implementation="xla"),
+        # As transformers computes the loss, with all logits in memory in the dtype of `x`.
         "all logits": functools.partial(all_logits, labels=labels),
     }
     wanted = exact_loss(x, weight, labels)

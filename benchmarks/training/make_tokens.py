@@ -13,6 +13,7 @@ token stands for. LZMA makes the file 30 % smaller than `numpy.savez_compressed`
 `numpy.load` reads it.
 """
 
+import contextlib
 import hashlib
 import tempfile
 import zipfile
@@ -40,8 +41,10 @@ def read_documents(folder: Path, num_bytes: int) -> dict[str, bytes]:
     found = {}
     for path in find_files(folder):
         content = path.read_bytes()
-        if path.suffix.lower() in TEXT_SUFFIXES and content.strip() and _is_utf8(content):
-            found[hashlib.sha256(content).hexdigest()] = content
+        if path.suffix.lower() in TEXT_SUFFIXES and content.strip():
+            with contextlib.suppress(UnicodeDecodeError):
+                content.decode()
+                found[hashlib.sha256(content).hexdigest()] = content
     chosen: dict[str, bytes] = {}
     size = 0
     for key in sorted(found):
@@ -50,14 +53,6 @@ def read_documents(folder: Path, num_bytes: int) -> dict[str, bytes]:
         chosen[key] = found[key]
         size += len(found[key])
     return chosen
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def is_held_out(key: str, every: int) -> bool:

@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")
         chip = aot.chip(arguments.device)
     print(f"{chip.device_kind}, jax {jax.__version__}")
-    print(f"    {command.line(parser, argv)}\n")
+    print(f"    {command.line(parser.prog, argv)}\n")
     rows = []
     for name in arguments.meshes:
         fsdp, tensor = map(int, name.split("x"))

@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     header += ["GiB beside arguments and results", "loss, gradient norm"]
     print(
         f"{len(devices)} x {device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}\n\n"
-        f"    {command.line(parser, argv)}\n"
+        f"    {command.line(parser.prog, argv)}\n"
     )
     print("\n".join(tables.markdown(header, rows)))
 

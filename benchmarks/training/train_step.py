@@ -365,7 +365,7 @@ def report(
         f"median of {len(limits)} interleaved rounds. Learning rate "
         f"{config.optimizer.learning_rate}. In the same run: {limit}.",
         "",
-        f"    {command.line(command.parser('benchmarks.training.train_step', None), None)}",
+        f"    {command.line('python -m benchmarks.training.train_step')}",
         "",
         "MFU counts the causal attention of whole rows at half and no recomputation, against the "
         "card's dense bfloat16 peak. Memory is arguments plus temporaries of the compiled step, on "

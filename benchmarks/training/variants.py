@@ -7,8 +7,6 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +65,7 @@ def report(config: TrainConfig, results: list[Measured], module: str, setup: str
         f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. {setup} "
         f"Learning rate {config.optimizer.learning_rate}.",
         "",
-        f"    python -m {module} {shlex.join(sys.argv[1:])}",
+        f"    {command.line(f'python -m {module}')}",
         "",
     ]
     rows = [

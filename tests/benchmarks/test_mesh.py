@@ -7,7 +7,7 @@ from benchmarks.kernels import mesh
 
 @pytest.mark.full
 def test_each_way_to_call_is_timed(capsys, monkeypatch):
-    monkeypatch.setitem(mesh.SIZES, "cpu", mesh.Sizes(8, 16, 32, 64, (64, 16, 48)))
+    monkeypatch.setitem(mesh.SIZES, "cpu", (8, 16, 32, 64, (64, 16, 48)))
     mesh.main(["--operations", "norm", "loss, FSDP", "--rounds", "2", "--calls", "1"])
     *_, head, _, norm, loss = capsys.readouterr().out.splitlines()
     assert head == "| | plain JAX | by hand | Auto | Explicit |"
