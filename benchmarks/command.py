@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from benchmarks import ceilings, peers, timing
-from benchmarks.kernels.shapes import Shape, label
+from benchmarks.kernels.shapes import Shape, label, parse
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -107,36 +107,6 @@ class Run:
         """The contents of the JSON file."""
         return dataclasses.asdict(self) | {"records": records}
 
-    def each_shape(
-        self,
-        args: argparse.Namespace,
-        name: str,
-        subject: str,
-        measure: Callable[[Shape], list[dict[str, Any]]],
-        table: Callable[[Sequence[dict[str, Any]]], str],
-    ) -> None:
-        """Measures the shapes one after the other, and writes and prints their tables.
-
-        The files are written after each shape, so that a failure loses only one.
-
-        Args:
-          args: Arguments with `shapes` and `output_dir`.
-          name: Beginning of the files' names.
-          subject: Subject of the heading.
-          measure: Function that makes the records of a shape.
-          table: Function that makes a table in Markdown of records.
-        """
-        records = []
-        for shape in args.shapes:
-            print(f"{label(shape)} ...", file=sys.stderr, flush=True)
-            of_shape = measure(shape)
-            gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
-            jax.clear_caches()
-            records += of_shape
-            text = self.heading(subject) + table(records)
-            self.write(args.output_dir, name, self.contents(records), text)
-            print(table(of_shape), flush=True)
-
     def write(
         self, folder: Path, name: str, contents: Any, text: str, *, num_gpus: int = 1
     ) -> None:
@@ -154,3 +124,52 @@ class Run:
         path = folder / f"{name}_{device}_{time.strftime('%Y%m')}"
         path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
         path.with_suffix(".md").write_text(text)
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, shapes: Sequence[Shape], settings: Sequence[Any]
+) -> None:
+    """Adds the shapes, with these defaults, the names of settings, the peers and the results."""
+    parser.add_argument("--shapes", nargs="+", type=parse, default=list(shapes))
+    parser.add_argument("--settings", nargs="+", choices=[s.name for s in settings])
+    parser.add_argument("--peers", action="store_true")
+    add_results(parser)
+
+
+def run_settings(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    args: argparse.Namespace,
+    name: str,
+    subject: str,
+    measure: Callable[..., list[dict[str, Any]]],
+    table: Callable[[Sequence[dict[str, Any]]], str],
+) -> None:
+    """Measures the shapes one after the other, and writes and prints their tables.
+
+    The files are written after each shape, so that a failure loses only one.
+
+    Args:
+      parser: Parser of the command.
+      argv: Its arguments; None is for those of the process.
+      args: Arguments of `add_settings`.
+      name: Beginning of the files' names.
+      subject: Subject of the heading.
+      measure: Function that makes the records of a shape, with peers or without.
+      table: Function that makes a table in Markdown of records.
+    """
+    timing.require_gpu()
+    if args.peers:
+        peers.require_torch()
+    run = Run.start(parser, argv, args.rounds, with_peers=args.peers)
+    records = []
+    for shape in args.shapes:
+        print(f"{label(shape)} ...", file=sys.stderr, flush=True)
+        of_shape = measure(shape, with_peers=args.peers, rounds=args.rounds)
+        gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
+        jax.clear_caches()
+        records += of_shape
+        run.write(
+            args.output_dir, name, run.contents(records), run.heading(subject) + table(records)
+        )
+        print(table(of_shape), flush=True)

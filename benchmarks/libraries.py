@@ -57,29 +57,21 @@ def _functional() -> Any:
 # cut-cross-entropy 25.1.1 define them.
 
 
-def _eager_rms_norm() -> Callable[..., Any]:
-    rms_norm = _functional().rms_norm
-    return lambda x, weight: rms_norm(x, weight.shape, weight, EPS)
+def _rms_norm(x, weight):
+    return _functional().rms_norm(x, weight.shape, weight, EPS)
 
 
-def _eager_add_rms_norm() -> Callable[..., Any]:
-    rms_norm = _eager_rms_norm()
-
-    def add_rms_norm(x, residual, weight):
-        residual_out = x + residual
-        return rms_norm(residual_out, weight), residual_out
-
-    return add_rms_norm
+def _add_rms_norm(x, residual, weight):
+    residual_out = x + residual
+    return _rms_norm(residual_out, weight), residual_out
 
 
-def _eager_layer_norm() -> Callable[..., Any]:
-    layer_norm = _functional().layer_norm
-    return lambda x, weight, bias: layer_norm(x, weight.shape, weight, bias, EPS)
+def _layer_norm(x, weight, bias):
+    return _functional().layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-def _eager_swiglu() -> Callable[..., Any]:
-    silu = _functional().silu
-    return lambda gate, up: silu(gate) * up
+def _swiglu(gate, up):
+    return _functional().silu(gate) * up
 
 
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +270,7 @@ PEERS = (
     *_of(
         "rms_norm",
         RMS_NORM,
-        ("torch", "torch", _eager_rms_norm),
+        ("torch", "torch", lambda: _rms_norm),
         ("torch.compile", "torch", lambda: _compiled(_rms_norm_formula)),
         ("Liger", "liger-kernel", _liger("LigerRMSNormFunction", *_LIGER_NORM)),
         ("QuACK", "quack-kernels", _quack_rms_norm),
@@ -287,14 +279,14 @@ PEERS = (
     *_of(
         "rms_norm",
         LAYER_NORM,
-        ("LayerNorm (torch)", "torch", _eager_layer_norm),
-        ("LayerNorm (torch.compile)", "torch", lambda: _compiled(_eager_layer_norm())),
+        ("LayerNorm (torch)", "torch", lambda: _layer_norm),
+        ("LayerNorm (torch.compile)", "torch", lambda: _compiled(_layer_norm)),
         ("LayerNorm (Liger)", "liger-kernel", _liger("LigerLayerNormFunction", EPS)),
     ),
     *_of(
         "add_rms_norm",
         ADD_RMS_NORM,
-        ("torch", "torch", _eager_add_rms_norm),
+        ("torch", "torch", lambda: _add_rms_norm),
         ("torch.compile", "torch", lambda: _compiled(_add_rms_norm_formula)),
         ("Liger", "liger-kernel", _liger("LigerFusedAddRMSNormFunction", *_LIGER_NORM)),
         ("QuACK", "quack-kernels", _quack_add_rms_norm),
@@ -302,7 +294,7 @@ PEERS = (
     *_of(
         "swiglu",
         SWIGLU,
-        ("torch", "torch", _eager_swiglu),
+        ("torch", "torch", lambda: _swiglu),
         ("torch.compile", "torch", lambda: _compiled(_swiglu_formula)),
         # Its backward overwrites gate and up with their gradients, so only the first call on a set
         # of inputs, the one that is checked, sees random numbers. It moves as many bytes as ours.

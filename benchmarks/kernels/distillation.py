@@ -129,16 +129,11 @@ def _all_logits_of_top_k(x, weight, log_probs, ids):
     return jnp.mean(losses)
 
 
-def _dense(name: str, *, gradients: bool = True, **options: Any) -> Setting:
-    loss = functools.partial(linear_distillation_loss, **options)
-    formula = functools.partial(_all_logits, divergence=options.get("divergence", "forward_kl"))
+def _dense(name: str, *, gradients: bool = True, capped: bool = False, **options: Any) -> Setting:
+    loss = functools.partial(_capped_loss if capped else linear_distillation_loss, **options)
+    divergence = options.get("divergence", "forward_kl")
+    formula = functools.partial(_all_logits, divergence=divergence, capped=capped)
     return Setting(name, loss, formula, gradients)
-
-
-def _capped(divergence: str, name: str) -> Setting:
-    loss = functools.partial(_capped_loss, divergence=divergence)
-    formula = functools.partial(_all_logits, divergence=divergence, capped=True)
-    return Setting(name, loss, formula)
 
 
 _OF_TOP_K = functools.partial(linear_distillation_loss_top_k, implementation="xla")
@@ -146,8 +141,8 @@ SETTINGS = (
     _dense("forward KL"),
     _dense("reverse KL", divergence="reverse_kl"),
     _dense("Jensen-Shannon", divergence="jensen_shannon"),
-    _capped("forward_kl", "forward KL, biases and softcaps"),
-    _capped("jensen_shannon", "Jensen-Shannon, biases and softcaps"),
+    _dense("forward KL, biases and softcaps", capped=True),
+    _dense("Jensen-Shannon, biases and softcaps", capped=True, divergence="jensen_shannon"),
     _dense("forward KL, loss alone", gradients=False),
     _dense("forward KL, XLA passes", implementation="xla"),
     _dense("Jensen-Shannon, XLA passes", divergence="jensen_shannon", implementation="xla"),
@@ -254,26 +249,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     parser = command.parser("benchmarks.kernels.distillation", __doc__)
-    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
-    parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
-    parser.add_argument("--peers", action="store_true")
-    command.add_results(parser)
+    command.add_settings(parser, SHAPES, SETTINGS)
     args = parser.parse_args(argv)
     if wrong := [shapes.label(shape) for shape in args.shapes if len(shape) != 4]:
         parser.error(f"--shapes {' '.join(wrong)}: tokens x hidden x teacher's hidden x vocabulary")
-
-    timing.require_gpu()
-    if args.peers:
-        peers.require_torch()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
-    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
-    run.each_shape(
-        args,
-        "distillation",
-        "Distillation losses",
-        lambda shape: measure(shape, settings, with_peers=args.peers, rounds=args.rounds),
-        table,
-    )
+    run = functools.partial(measure, settings=settings)
+    command.run_settings(parser, argv, args, "distillation", "Distillation losses", run, table)
 
 
 if __name__ == "__main__":

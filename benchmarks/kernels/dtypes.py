@@ -13,7 +13,6 @@ The precision is `jax.default_matmul_precision`. It changes float32 products alo
 16-bit operands exactly, whatever it is.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -55,12 +54,6 @@ class Row:
             options.append(f"precision {self.precision!r}")
         return f"{self.x} | {self.weight} | {', '.join(options)}"
 
-    def in_precision(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with the precision."""
-        if self.precision is None:
-            return contextlib.nullcontext()
-        return jax.default_matmul_precision(self.precision)
-
 
 ROWS = (
     *(Row(x="bfloat16", weight=weight) for weight in DTYPES),
@@ -97,7 +90,7 @@ def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> Iterator[str]:
         arguments = cast("x", row.x), cast("weight", row.weight), labels
         options = dict(row.options)
         plan = linear_cross_entropy_plan(*arguments, **options)
-        with row.in_precision():
+        with jax.default_matmul_precision(row.precision):
             compiled = jax.jit(functools.partial(graded, **options)).lower(*arguments).compile()
         found = jax.tree.leaves(jax.block_until_ready(compiled(*arguments)))
         error = agreement.relative_error(found, exact)
@@ -105,7 +98,7 @@ def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> Iterator[str]:
         key = row.x, row.precision
         if key not in products:
             products.clear()  # 4 GiB of operands
-            with row.in_precision():
+            with jax.default_matmul_precision(row.precision):
                 bare = gemms(shape, row.x)
             products[key] = lambda bare=bare: [gemm() for gemm in bare]
         timings = timing.compare(

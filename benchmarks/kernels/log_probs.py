@@ -16,6 +16,7 @@ writes a table and all numbers into the folder of results.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -244,23 +245,12 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     parser = command.parser("benchmarks.kernels.log_probs", __doc__)
-    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=[shapes.LOSS[0]])
-    parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
-    parser.add_argument("--peers", action="store_true")
-    command.add_results(parser)
+    command.add_settings(parser, [shapes.LOSS[0]], SETTINGS)
     args = parser.parse_args(argv)
-
-    timing.require_gpu()
-    if args.peers:
-        peers.require_torch()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
-    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
-    run.each_shape(
-        args,
-        "log_probs",
-        "linear_log_probs and linear_token_loss",
-        lambda shape: measure(shape, settings, with_peers=args.peers, rounds=args.rounds),
-        table,
+    run = functools.partial(measure, settings=settings)
+    command.run_settings(
+        parser, argv, args, "log_probs", "linear_log_probs and linear_token_loss", run, table
     )
 
 

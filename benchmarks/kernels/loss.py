@@ -6,8 +6,8 @@ Data is random and bfloat16. Times are kernel times (`benchmarks/timing.py`), me
 interleaved rounds. The same rounds measure the three bare GEMMs of the same shapes (logits, dx,
 dweight); a loss alone is compared with the first. Memory is counted beside arguments and results:
 by XLA's `memory_analysis`, and for PyTorch as the peak above the memory allocated before. The
-program writes a table and all numbers into the folder of results. With `--chart` it draws time
-against memory of the first shape.
+program writes a table and all numbers into the folder of results. With `--chart X.png` it measures
+nothing: it draws time against memory of the first shape in the file X.json.
 
     python -m benchmarks.kernels.loss --settings ours "ours, half of the rows" --ignored 0.5
 
@@ -319,32 +319,19 @@ def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes the results and prints them."""
     parser = command.parser("benchmarks.kernels.loss", __doc__)
-    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
-    parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
+    command.add_settings(parser, shapes.LOSS, SETTINGS)
     parser.add_argument("--layouts", nargs="+", choices=["vd", "dv"], default=["vd"])
     parser.add_argument("--ignored", type=float, default=0.0, help="share of ignored labels")
-    parser.add_argument("--peers", action="store_true")
-    command.add_results(parser)
-    parser.add_argument("--chart", type=Path, help="draw this PNG from the JSON file of results")
+    parser.add_argument("--chart", type=Path, help="draw this PNG from its JSON file")
     args = parser.parse_args(argv)
-    if args.chart is not None and args.chart.with_suffix(".json").exists():
+    if args.chart is not None:
         draw(json.loads(args.chart.with_suffix(".json").read_text())["records"], args.chart)
         return
-
-    timing.require_gpu()
-    if args.peers:
-        peers.require_torch()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
     settings = [s.with_layout(layout) for s in settings for layout in args.layouts]
-    run = command.Run.start(parser, argv, args.rounds, with_peers=args.peers)
-    run.each_shape(
-        args,
-        "linear_cross_entropy",
-        "linear_cross_entropy",
-        lambda shape: measure(
-            shape, settings, with_peers=args.peers, rounds=args.rounds, ignored=args.ignored
-        ),
-        table,
+    run = functools.partial(measure, settings=settings, ignored=args.ignored)
+    command.run_settings(
+        parser, argv, args, "linear_cross_entropy", "linear_cross_entropy", run, table
     )
 
 

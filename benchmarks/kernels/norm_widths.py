@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -184,24 +183,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--directions", nargs="+", choices=("forward", "backward"))
     parser.add_argument("--candidates", type=int, default=0, help="others for each direction")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, help="begin no shape after so many seconds")
     parser.add_argument("--output", type=Path, help="JSON file, written after each shape")
     args = parser.parse_args(argv)
     device_kind = timing.require_gpu()
     print(f"{device_kind}, jax {jax.__version__}\n", flush=True)
 
-    start = time.monotonic()
     cases: list[tuple[str, Direction]] = [
         (op, direction)
         for op, direction in _CASES
         if op in (args.ops or (op,)) and direction in (args.directions or (direction,))
     ]
     results: dict[tuple[int, int], dict[tuple[str, Direction], Found]] = {}
-    left = []
     for shape in itertools.product(args.rows, args.widths):
-        if args.seconds is not None and time.monotonic() - start > args.seconds:
-            left.append(f"{shape[0]} x {shape[1]}")
-            continue
         results[shape] = {}
         for op, direction in cases:
             configs = configs_of(op, direction, shape[1], args.candidates)
@@ -217,8 +210,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             contents = {"device": device_kind, "jax": jax.__version__, "entries": entries}
             args.output.write_text(json.dumps(contents, indent=1) + "\n")
     print(f"\n{table(results)}")
-    if left:
-        print(f"\n--seconds={args.seconds:g} left out: {', '.join(left)}")
 
 
 if __name__ == "__main__":

@@ -49,23 +49,24 @@ def exact(x: Any, weight: Any, dy: Any) -> tuple[np.ndarray, ...]:
     return x_hat * weight, dx, np.sum(dy * x_hat, axis=0)
 
 
-def errors(num_tokens: int, hidden_size: int) -> dict[str, list[float]]:
-    """Relative errors of `(y, dx, dweight)` by implementation."""
+_NORM = functools.partial(rms_norm, eps=EPS)
+NORMS = {
+    "mosaic_gpu": functools.partial(_NORM, implementation="mosaic_gpu"),
+    "reference": functools.partial(_NORM, implementation="reference"),
+    "Hugging Face": hugging_face,
+}
+
+
+def errors(num_tokens: int, hidden_size: int) -> list[list[float]]:
+    """Relative errors of `(y, dx, dweight)` of each of `NORMS`."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (jax.random.normal(key, (num_tokens, hidden_size), jnp.bfloat16) for key in keys[:2])
     weight = 1 + jax.random.normal(keys[2], (hidden_size,)) / 8
-    norm = functools.partial(rms_norm, eps=EPS)
-    implementations = {
-        "mosaic_gpu": functools.partial(norm, implementation="mosaic_gpu"),
-        "reference": functools.partial(norm, implementation="reference"),
-        "Hugging Face": hugging_face,
-    }
     wanted = exact(x, weight, dy)
-    found = {}
-    for name, fn in implementations.items():
+    found = []
+    for fn in NORMS.values():
         y, vjp = jax.vjp(fn, x, weight)
-        got = [np.asarray(a, np.float64) for a in (y, *vjp(dy))]
-        found[name] = [_relative_error(g, w) for g, w in zip(got, wanted, strict=True)]
+        found.append(_relative_errors((y, *vjp(dy)), wanted))
     return found
 
 
@@ -115,27 +116,28 @@ def loss_errors(
             value, gradients = jax.jit(
                 jax.value_and_grad(functools.partial(fn, **options), argnums=(0, 1))
             )(x, weight)
-            got = [np.asarray(a, np.float64) for a in (value, *gradients)]
-            found[name].append([_relative_error(g, w) for g, w in zip(got, wanted, strict=True)])
+            found[name].append(_relative_errors((value, *gradients), wanted))
     return found
 
 
-def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))
+def _relative_errors(got: Sequence[Any], wanted: Sequence[np.ndarray]) -> list[float]:
+    return [
+        float(np.sqrt(np.mean((np.asarray(g, np.float64) - w) ** 2) / np.mean(w**2)))
+        for g, w in zip(got, wanted, strict=True)
+    ]
 
 
 def print_norms() -> None:
-    """Prints both tables of RMSNorm."""
-    print("| D | " + " | ".join(f"{n}: y, dx, dweight" for n in errors(4, 64)) + " |")
-    print("|---|---|---|---|")
-    for hidden_size in _HIDDEN_SIZES:
-        cells = [_cell(row) for row in errors(64, hidden_size).values()]
-        print(f"| {hidden_size} | {' | '.join(cells)} |", flush=True)
-    print("\n| tokens | " + " | ".join(f"{n}: dweight" for n in errors(4, 64)) + " |")
-    print("|---|---|---|---|")
-    for num_tokens in _TOKENS:
-        cells = [_cell(row[2:]) for row in errors(num_tokens, 128).values()]
-        print(f"| {num_tokens} | {' | '.join(cells)} |", flush=True)
+    """Prints both tables of RMSNorm, each row as soon as it is measured."""
+    by_size = ((f"{size}", errors(64, size)) for size in _HIDDEN_SIZES)
+    by_tokens = ((f"{n}", [row[2:] for row in errors(n, 128)]) for n in _TOKENS)
+    for head, names, rows in (
+        ("| D", "y, dx, dweight", by_size),
+        ("\n| tokens", "dweight", by_tokens),
+    ):
+        print(f"{head} | {' | '.join(f'{norm}: {names}' for norm in NORMS)} |\n|---|---|---|---|")
+        for label, found in rows:
+            print(f"| {label} | {' | '.join(map(_cell, found))} |", flush=True)
 
 
 def print_loss(*, on_gpu: bool) -> None:

@@ -101,11 +101,6 @@ class Text:
         return cls(dataset(arrays["train"]), dataset(arrays["held_out"]))
 
 
-def recipe_of(name: str) -> str | None:
-    """The value of `LlamaConfig.fp8` for the name of a run's recipe."""
-    return None if name in (BASELINE, PERTURBED) else name
-
-
 def every_size_in_fp8() -> contextlib.AbstractContextManager[Any]:
     """Lets the recipes take weights of every size, until the context ends."""
     every = {name: dataclasses.replace(r, least_size=0) for name, r in RECIPES.items()}
@@ -148,8 +143,8 @@ def workload(args: argparse.Namespace, vocab_size: int) -> TrainConfig:
 
 def with_recipe(config: TrainConfig, name: str) -> TrainConfig:
     """The configuration of the runs with this recipe."""
-    model = dataclasses.replace(config.model, fp8=recipe_of(name))
-    return dataclasses.replace(config, model=model)
+    recipe = None if name in (BASELINE, PERTURBED) else name
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, fp8=recipe))
 
 
 @dataclasses.dataclass(frozen=True)

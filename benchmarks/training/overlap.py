@@ -16,7 +16,7 @@ time of a step, the median over rounds in which every set of options has its tur
 import argparse
 import collections
 import dataclasses
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -135,23 +135,20 @@ def random_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
     }
 
 
-def times_ms(
+def times_of(
     config: TrainConfig, mesh: Mesh, steps: dict[str, Any], rounds: int, calls: int
-) -> dict[str, list[float]]:
-    """Wall milliseconds of a step by name, a figure for each round after a warm-up round."""
+) -> dict[str, timing.Timing]:
+    """The wall time of a step by name; all steps train one state."""
     state = init_state(config, mesh)
     batch = random_batch(config, mesh)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for measured in [False] + [True] * rounds:
-        for name, step in steps.items():
-            jax.block_until_ready(state)
-            start = time.perf_counter()
-            for _ in range(calls):
-                state, _ = step(state, batch)
-            jax.block_until_ready(state)
-            if measured:
-                times[name].append((time.perf_counter() - start) / calls * 1e3)
-    return times
+
+    def run(step: Any) -> Any:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics
+
+    cases = [timing.Case(name, [functools.partial(run, step)]) for name, step in steps.items()]
+    return timing.compare(cases, rounds=rounds, calls_per_round=calls, measure=timing.wall_ms)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -184,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         devices = jax.devices()[:number] if arguments.run else aot.devices(chip, number)
         mesh = make_mesh(data=1, fsdp=fsdp, tensor=tensor, devices=devices)
         config = config_of(arguments, fsdp, tensor)
-        times: dict[str, list[float]] = {}
+        times: dict[str, timing.Timing] = {}
         with jax.set_mesh(mesh), jax.default_device(devices[0]):
             steps = {}
             for label in arguments.sets:
@@ -193,14 +190,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seconds = time.perf_counter() - start
                 print(f"{name} {label}: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
             if arguments.run:
-                times = times_ms(config, mesh, steps, arguments.rounds, arguments.calls)
+                times = times_of(config, mesh, steps, arguments.rounds, arguments.calls)
         for label, step in steps.items():
             schedule = Schedule(step.as_text())
             if not arguments.quiet:
                 print(f"{name}, {label}\n\n{table(schedule.collectives())}\n")
             whole, exposed = exchange_ms(schedule, chip)
             gib = memory_in_bytes(step) / 2**30
-            measured = f"{statistics.median(times[label]):.2f}" if times else "-"
+            measured = "-"
+            if timed := times.get(label):
+                measured = timed.error or f"{timed.median_ms:.2f}"
             cells = f"{whole:.2f}", f"{exposed:.2f}", f"{gib:.2f}", measured
             rows.append([name, label, *cells])
     header = ["fsdp x tensor", "options", "exchange ms", "exposed ms", "GiB", "step ms"]

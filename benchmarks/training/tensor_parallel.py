@@ -16,7 +16,6 @@ time is the wall time of loss and gradients over the number of layers, the media
 rounds. Memory is XLA's analysis of the program, beside its arguments and results.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -32,10 +31,10 @@ import jax
 import models.layers
 import train.step
 from benchmarks import agreement, command, tables, timing
-from benchmarks.training.overlap import add_model, random_batch
+from benchmarks.training.overlap import add_model, config_of, random_batch
 from models.sharding import make_mesh
 from pallas_kernels import sharded_add_rms_norm
-from train.config import TrainConfig, preset
+from train.config import TrainConfig
 from train.step import abstract_state, init_state, make_gradients
 from train.xla_flags import compiler_options
 
@@ -67,39 +66,20 @@ def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
 CONTENDERS = ("all-reduce", "ours", "peer kernel")
 
 
-def config_of(arguments: argparse.Namespace) -> TrainConfig:
-    """The configuration of the run whose gradients are timed."""
-    base = preset(arguments.preset)
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(
-            base.model,
-            num_hidden_layers=arguments.layers,
-            vocab_size=arguments.vocab_size,
-            param_dtype="bfloat16",
-            remat=arguments.remat,
-            scan_layers=arguments.scan,
-        ),
-        data=dataclasses.replace(
-            base.data,
-            sequence_length=arguments.sequence_length,
-            batch_size=arguments.batch_size,
-        ),
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, compiles, times and prints."""
     parser = command.parser("benchmarks.training.tensor_parallel", __doc__)
     add_model(parser, layers=4, vocab_size=1024)
-    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--batch-size", dest="rows", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args(argv)
     device_kind = timing.require_gpu()
     devices = jax.devices()
     mesh = make_mesh(data=1, fsdp=1, tensor=len(devices), devices=devices)
-    config = config_of(arguments)
+    config = config_of(arguments, fsdp=1, tensor=len(devices))
+    model = dataclasses.replace(config.model, param_dtype="bfloat16")
+    config = dataclasses.replace(config, model=model)
     programs, losses = {}, {}
     with jax.set_mesh(mesh):
         params = init_state(config, mesh).params

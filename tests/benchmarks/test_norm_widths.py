@@ -62,12 +62,6 @@ def test_a_candidate_that_errs_is_not_timed(capsys):
     assert "fwd_warps=4" in failed and "times as much as plain JAX" in failed
 
 
-@pytest.mark.usefixtures("fake_kernels")
-def test_the_sweep_ends_when_its_time_is_over(capsys):
-    norm_widths.main(["--rows", "8", "--widths", "64", "--seconds", "-1"])
-    assert capsys.readouterr().out.endswith("--seconds=-1 left out: 8 x 64\n")
-
-
 def test_the_error_ratio_is_that_of_the_worst_array():
     exact = {"y": np.ones(4), "dx": np.ones(4)}
     plain = {"y": np.full(4, 1.01), "dx": np.full(4, 1.01)}

@@ -106,6 +106,6 @@ def test_steps_are_timed_in_turns():
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         step = overlap.compile_step(config, mesh, {})
         steps = {"one": step, "other": step}
-        times = overlap.times_ms(config, mesh, steps, rounds=2, calls=2)
+        times = overlap.times_of(config, mesh, steps, rounds=2, calls=2)
     assert times.keys() == steps.keys()
-    assert all(len(of) == 2 and min(of) > 0 for of in times.values())
+    assert all(len(of.times_ms) == 2 and min(of.times_ms) > 0 for of in times.values())
