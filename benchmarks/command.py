@@ -56,6 +56,7 @@ class Run:
       command: Command line.
       rounds: Number of measured rounds.
       ceilings: Limits of the card, in words.
+      num_gpus: Number of GPUs.
     """
 
     device: str
@@ -64,6 +65,7 @@ class Run:
     command: str
     rounds: int
     ceilings: str
+    num_gpus: int = 1
 
     @classmethod
     def start(
@@ -73,6 +75,7 @@ class Run:
         rounds: int,
         *,
         with_peers: bool = False,
+        num_gpus: int = 1,
     ) -> "Run":
         """Measures the limits of the card; ends the program if there is no GPU.
 
@@ -81,6 +84,7 @@ class Run:
           argv: Its arguments; None is for those of the process.
           rounds: Number of measured rounds.
           with_peers: Whether the versions of the packages of peers are named.
+          num_gpus: Number of GPUs.
         """
         device = timing.require_gpu()
         packages = ("jax", "jaxlib", *(peers.PACKAGES if with_peers else ()))
@@ -93,12 +97,14 @@ class Run:
             line(parser.prog, argv),
             rounds,
             str(ceilings.measure()),
+            num_gpus,
         )
 
     def heading(self, subject: str, what: str = "bfloat16, kernel time", note: str = "") -> str:
         """The head of a file of tables: the subject, what is measured, and the command."""
+        device = f"{self.num_gpus} x {self.device}" if self.num_gpus > 1 else self.device
         return (
-            f"# {subject} on {self.device}\n\n{self.date}, {self.device}, "
+            f"# {subject} on {device}\n\n{self.date}, {device}, "
             f"{', '.join(self.versions)}. {what}, median of {self.rounds} interleaved rounds; "
             f"{self.ceilings} by wall time.{note}\n\n    {self.command}\n\n"
         )
@@ -107,20 +113,19 @@ class Run:
         """The contents of the JSON file."""
         return dataclasses.asdict(self) | {"records": records}
 
-    def write(
-        self, folder: Path, name: str, contents: Any, text: str, *, num_gpus: int = 1
-    ) -> None:
+    def write(self, folder: Path, name: str, contents: Any, text: str) -> None:
         """Writes `NAME_DEVICE_YYYYMM.json` and `.md`; the folder is made if there is none.
+
+        DEVICE is such as `h100`, or `h100_x8` for several GPUs.
 
         Args:
           folder: Folder of the results.
           name: Beginning of the files' names.
           contents: All numbers, for the JSON file.
           text: Table in Markdown.
-          num_gpus: Number of GPUs. If it is above 1, the names have a DEVICE such as `h100_x8`.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        device = short_name(self.device) + (f"_x{num_gpus}" if num_gpus > 1 else "")
+        device = short_name(self.device) + (f"_x{self.num_gpus}" if self.num_gpus > 1 else "")
         path = folder / f"{name}_{device}_{time.strftime('%Y%m')}"
         path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
         path.with_suffix(".md").write_text(text)

@@ -130,10 +130,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     command.add_results(parser, rounds=12)
     args = parser.parse_args(argv)
-    run = command.Run.start(parser, argv, args.rounds)
+    timing.require_gpu()
     devices = jax.devices()
     if len(devices) < 2:
         parser.error(f"the exchange needs several GPUs, and there is {len(devices)}")
+    run = command.Run.start(parser, argv, args.rounds, num_gpus=len(devices))
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     records = []
     for shape, backward in itertools.product(args.shapes, (False, True)):
@@ -142,9 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = measure(shape, mesh, args.rounds, backward=backward)
         records.append({"name": name, "shape": list(shape), "results": results})
     what = f"bfloat16, wall time of one of {_LENGTH} in a program"
-    text = run.heading(f"sharded_add_rms_norm on {len(devices)} GPUs", what) + table(records)
-    name = "sharded_add_rms_norm"
-    run.write(args.output_dir, name, records, text, num_gpus=len(devices))
+    text = run.heading("sharded_add_rms_norm", what) + table(records)
+    run.write(args.output_dir, "sharded_add_rms_norm", records, text)
     print(text)
 
 

@@ -44,8 +44,8 @@ def test_short_names(kind, short):
 
 
 def test_results_are_written_as_numbers_and_as_a_table(tmp_path):
-    run = command.Run("NVIDIA H100 80GB HBM3", "2026-11-21", ["jax 0.11.2"], "bench", 3, "fast")
-    run.write(tmp_path / "new", "swiglu", {"rounds": 3}, "# Table\n", num_gpus=8)
+    run = command.Run("NVIDIA H100 80GB HBM3", "2026-11-21", ["jax 0.11.2"], "bench", 3, "fast", 8)
+    run.write(tmp_path / "new", "swiglu", {"rounds": 3}, "# Table\n")
     table, numbers = sorted((tmp_path / "new").iterdir(), reverse=True)
     assert re.fullmatch(r"swiglu_h100_x8_20\d{4}\.md", table.name)
     assert numbers == table.with_suffix(".json")
