@@ -56,7 +56,7 @@ def checked(
     """
     try:
         calls = prepare()
-        if error := wrong(calls[0]()):
+        if error := wrong(jax.block_until_ready(calls[0]())):
             return timing.Case(name, error=error)
         return timing.Case(name, calls, None, num_bytes(calls))
     except Rejected as rejected:
@@ -90,7 +90,7 @@ def compiled(
         return [functools.partial(jax.jit(fn).lower(*args).compile(), *args)]
 
     def wrong(result: Any) -> str | None:
-        got = leaves(jax.block_until_ready(result))
+        got = leaves(result)
         return reason(got, expected(got), limit)
 
     return checked(name, prepare, wrong, bytes_of_first)

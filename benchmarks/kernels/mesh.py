@@ -159,8 +159,8 @@ def works(num_devices: int, sizes: Sizes) -> dict[str, Work]:
     }
 
 
-def programs(work: Work, num_devices: int, dtype: Any) -> dict[str, Any]:
-    """The compiled program of each way to call the operation, with its arguments."""
+def cases_of(work: Work, num_devices: int, dtype: Any) -> list[timing.Case]:
+    """The ways to call the operation, each compiled for its mesh."""
     meshes = {
         name: jax.make_mesh((num_devices,), (_AXIS,), axis_types=(kind,))
         for name, kind in (("Auto", AxisType.Auto), ("Explicit", AxisType.Explicit))
@@ -172,54 +172,50 @@ def programs(work: Work, num_devices: int, dtype: Any) -> dict[str, Any]:
         "Auto": (meshes["Auto"], ours),
         "Explicit": (meshes["Explicit"], ours),
     }
-    found = {}
-    for name, (mesh, run) in ways.items():
-        with jax.set_mesh(mesh):
+    cases = []
+    for name in WAYS:
+        mesh, run = ways[name]
+        splits = tuple(NamedSharding(mesh, spec) for spec in (_TOKENS, *work.weights))
+        out = NamedSharding(mesh, P() if work.num_labels is not None else _TOKENS)
+        # An Auto program chooses the places of its results, unless they are named.
+        jitted = jax.jit(run, out_shardings=None if name == "Explicit" else (out, splits))
+
+        def prepare(mesh: Mesh = mesh, jitted: Any = jitted) -> list[Callable[[], Any]]:
             args = work.arrays(mesh, dtype)
-            splits = [NamedSharding(mesh, spec) for spec in (_TOKENS, *work.weights)]
-            is_loss = work.num_labels is not None
-            out = NamedSharding(mesh, P() if is_loss else _TOKENS)
-            # An Auto program chooses the places of its results, unless they are named.
-            named = None if name == "Explicit" else (out, tuple(splits))
-            try:
-                compiled = jax.jit(run, out_shardings=named).lower(*args).compile()
-                jax.block_until_ready(compiled(*args))
-            except Exception as error:  # that one does not compile or run is a result
-                found[name] = timing.first_line(error)
-                continue
-            found[name] = compiled, args
-    return found
+            return [functools.partial(jitted.lower(*args).compile(), *args)]
+
+        unchecked = lambda result: None  # `errors` compares the results
+        with jax.set_mesh(mesh):
+            cases.append(agreement.checked(name, prepare, unchecked, agreement.bytes_of_first))
+    return cases
 
 
-def errors(found: dict[str, Any]) -> dict[str, float]:
+def errors(cases: Sequence[timing.Case]) -> dict[str, float]:
     """Largest relative difference of a gradient from those of the program by hand."""
-
-    def results(name: str) -> list[Any]:
-        compiled, args = found[name]
-        return [jax.device_get(a) for a in jax.tree.leaves(compiled(*args))]
-
-    want = results("by hand")
-    return {
-        name: agreement.relative_error(results(name), want)
-        for name, program in found.items()
-        if name != "by hand" and not isinstance(program, str)
+    results = {
+        case.name: [jax.device_get(a) for a in jax.tree.leaves(case.calls[0]())]
+        for case in cases
+        if case.error is None
     }
+    want = results.pop("by hand")
+    return {name: agreement.relative_error(got, want) for name, got in results.items()}
 
 
-def line(found: dict[str, Any], timings: dict[str, timing.Timing], wrong: dict[str, float]) -> str:
+def line(
+    cases: Sequence[timing.Case], timings: dict[str, timing.Timing], wrong: dict[str, float]
+) -> str:
     """The cells of a table: time, time over that by hand, temporary memory of a device."""
     cells = []
     by_hand = timings["by hand"].median_ms
-    for name, program in found.items():
-        if isinstance(program, str) or timings[name].error is not None:
-            cells.append(program if isinstance(program, str) else str(timings[name].error))
+    for case in cases:
+        timed = timings[case.name]
+        if timed.error is not None:
+            cells.append(timed.error)
             continue
-        milliseconds = timings[name].median_ms
-        memory = program[0].memory_analysis().temp_size_in_bytes / 2**20
-        difference = f", {wrong[name]:.0e}" if name in wrong else ""
-        cells.append(
-            f"{milliseconds:.3g} ms, {milliseconds / by_hand:.3f}, {memory:.0f} MiB{difference}"
-        )
+        memory = (case.temporary_bytes or 0) / 2**20
+        difference = f", {wrong[case.name]:.0e}" if case.name in wrong else ""
+        ms = timed.median_ms
+        cells.append(f"{ms:.3g} ms, {ms / by_hand:.3f}, {memory:.0f} MiB{difference}")
     return " | ".join(cells)
 
 
@@ -241,17 +237,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if flags.operations and not name.startswith(tuple(flags.operations)):
             continue
         dtype = jnp.float32 if is_cpu else jnp.bfloat16
-        found = programs(work, len(devices), dtype)
-        wrong = errors(found)
-        cases = [
-            timing.Case(way, [functools.partial(*program[:1], *program[1])])
-            for way, program in found.items()
-            if not isinstance(program, str)
-        ]
+        cases = cases_of(work, len(devices), dtype)
+        wrong = errors(cases)
         timings = timing.compare(
             cases, rounds=flags.rounds, calls_per_round=flags.calls, measure=timing.wall_ms
         )
-        print(f"| {name} | {line(found, timings, wrong)} |", flush=True)
+        print(f"| {name} | {line(cases, timings, wrong)} |", flush=True)
 
 
 if __name__ == "__main__":

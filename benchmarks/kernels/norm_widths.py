@@ -102,33 +102,20 @@ def error_ratio(
     return float(np.max(ratios))
 
 
-def configs_of(op: str, direction: Direction, width: int, candidates: int) -> list[Any]:
-    """The default, which is None, and up to so many other configurations."""
-    others = TUNABLES[op].candidates[direction](width, "bfloat16") if candidates else []
-    return [None, *others[:candidates]]
-
-
-def contender(op: str, config: Any) -> ops.Contender:
-    """The kernel with these launch parameters, the default ones if `config` is None."""
-    fn = TUNABLES[op].fn
-    run = lambda *args: fn(*args, implementation="mosaic_gpu", config=config)
-    return ops.Contender(str(config), TUNABLES[op].formula, run)
-
-
 def measure(
     op: str, direction: Direction, shape: tuple[int, int], configs: Sequence[Any], rounds: int
 ) -> Found:
-    """Checks and times the configurations."""
+    """Checks and times the configurations; None is the default one."""
     sets = ops.input_sets(TUNABLES[op].inputs, shape)
     in_float32: Arrays = {name: array.astype(jnp.float32) for name, array in sets[0].items()}
-    kept = ops.keep(contender(op, None), sets) if direction == "backward" else None
-    plain = sweep.contender(op, None)
+    kept = ops.keep(sweep.contender(op, None), sets) if direction == "backward" else None
+    plain = sweep.contender(op, None, "reference")
     with ThreadPoolExecutor() as pool:  # a compiler has one core
         of_plain = pool.submit(ops.prepare, plain, sets[:1], direction)
         of_exact = pool.submit(ops.prepare, plain, [in_float32], direction)
         found = {
             "default" if config is None else str(config): pool.submit(
-                ops.prepare, contender(op, config), sets, direction, kept=kept
+                ops.prepare, sweep.contender(op, config), sets, direction, kept=kept
             )
             for config in configs
         }
@@ -197,7 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for shape in itertools.product(args.rows, args.widths):
         results[shape] = {}
         for op, direction in cases:
-            configs = configs_of(op, direction, shape[1], args.candidates)
+            others = TUNABLES[op].candidates[direction](shape[1], "bfloat16")
+            configs = [None, *others[: args.candidates]]
             found = measure(op, direction, shape, configs, args.rounds)
             results[shape][op, direction] = found
             print("\n".join(lines_of(op, direction, shape, found)), flush=True)

@@ -153,16 +153,12 @@ def difference(got: Any, expected: Any) -> str | None:
         return "wrong result: a shape differs"
     values = [pair for pair in pairs if pair[0].dtype.itemsize == 1]
     scales = [pair for pair in pairs if pair[0].dtype.itemsize != 1]
-    different = sum(int(jnp.sum(_bits(a) != _bits(b))) for a, b in values)
+    different = sum(int(jnp.sum(a.view(jnp.uint8) != b.view(jnp.uint8))) for a, b in values)
     if different > sum(a.size for a, _ in values) // 100_000:
         return f"wrong result: {different} values differ"
     errors = [float(jnp.max(jnp.abs(a / b - 1))) for a, b in scales]
     wrong = [error for error in errors if not error < 1e-6]  # NaN is wrong, too
     return f"wrong result: a scale differs by {wrong[0]:.1e} of itself" if wrong else None
-
-
-def _bits(a: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(a, jnp.uint8)
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

@@ -96,13 +96,9 @@ class Sweep:
         }
 
 
-def contender(op: str, config: Config | None) -> Contender:
-    """The kernel with these launch parameters; plain JAX if `config` is None."""
-    fn = functools.partial(
-        TUNABLES[op].fn,
-        implementation="reference" if config is None else "mosaic_gpu",
-        config=config,
-    )
+def contender(op: str, config: Config | None, implementation: str = "mosaic_gpu") -> Contender:
+    """An implementation with these launch parameters; None is for the default ones."""
+    fn = functools.partial(TUNABLES[op].fn, implementation=implementation, config=config)
     return Contender(str(config), TUNABLES[op].formula, fn)
 
 
@@ -211,7 +207,7 @@ def sweep(
 
     with ThreadPoolExecutor(_THREADS) as pool:
         of_plain, of_exact = (
-            pool.submit(ops.prepare, contender(op, None), some, direction)
+            pool.submit(ops.prepare, contender(op, None, "reference"), some, direction)
             for some in (sets[:1], [in_float32])
         )
         found = {config: pool.submit(compiled, config) for config in candidates}

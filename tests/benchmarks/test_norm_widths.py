@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import timing
-from benchmarks.kernels import norm_widths, norm_widths_chart, ops
+from benchmarks.kernels import norm_widths, norm_widths_chart, ops, sweep
 from benchmarks.kernels.tunables import TUNABLES
 
 
@@ -15,7 +15,7 @@ from benchmarks.kernels.tunables import TUNABLES
 def fake_kernels(monkeypatch, two_ms_a_call):
     """Plain JAX in the place of the kernels; a configuration of 4 warps in the forward errs."""
 
-    def contender(op, config):
+    def contender(op, config, implementation="mosaic_gpu"):
         plain = functools.partial(TUNABLES[op].fn, implementation="reference", config=None)
         errs = config is not None and config.fwd_warps == 4
 
@@ -26,7 +26,7 @@ def fake_kernels(monkeypatch, two_ms_a_call):
 
         return ops.Contender(str(config), TUNABLES[op].formula, run)
 
-    monkeypatch.setattr(norm_widths, "contender", contender)
+    monkeypatch.setattr(sweep, "contender", contender)
     monkeypatch.setattr(timing, "require_gpu", lambda: "a card")
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
 
