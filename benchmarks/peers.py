@@ -151,17 +151,16 @@ def case_of(
     # The gradients have the dtypes of the arguments.
     names = () if direction == "forward" else peer.formula.gradients
     results = sum(arrays[name].nbytes for name in names)
-    prepared: Any = None
+    prepared: list[Prepared] = []
 
     def calls() -> list[Callable[[], dict[str, Any]]]:
-        nonlocal prepared
-        prepared = prepare(peer, [arrays], direction)
-        return prepared.calls
+        prepared.append(prepare(peer, [arrays], direction))
+        return prepared[0].calls
 
     def wrong(got: dict[str, Any]) -> str | None:
         return None if expected is None else agreement.reason([*to_jax(got).values()], expected)
 
-    return agreement.checked(name, calls, wrong, lambda calls: prepared.num_bytes() - results)
+    return agreement.checked(name, calls, wrong, lambda calls: prepared[0].num_bytes() - results)
 
 
 def to_jax(tensors: dict[str, Any]) -> Arrays:

@@ -17,9 +17,9 @@ JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its querie
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
 `--documents N` times rows of N documents of random lengths. The contenders are "cuDNN, whole rows",
-which takes a row for one document, "cuDNN, mask", which gets a mask of S² elements, and "ours" with
-several tiles. The rates of all rows count the causal attention of a whole row, so they compare
-times.
+"cuDNN, mask" and "ours". The first takes a row for one document, and the second gets a mask of S²
+elements. "Ours" has several tiles. The rates of all rows count the causal attention of a whole row,
+so they compare times.
 
 `--window N` times cuDNN and ours where a token attends to N tokens at most, itself included. The
 rates count the attention of a whole row there, too.
@@ -28,9 +28,9 @@ rates count the attention of a whole row there, too.
 adds TransformerEngine alone, as "TransformerEngine, packed". That attention first fills the results
 with zeros, by the driver, which kernel times leave out.
 
-`--contenders` takes names of contenders in JAX, as the tables show them. A name that the run does
-not have is an error before any work. All programs are compiled first, in threads. The benchmark
-writes a table and all numbers into the folder of results.
+`--contenders` takes names of contenders in JAX, as the tables show them: with `--documents` those
+above. A name that the run does not have is an error before any work. All programs are compiled
+first, in threads. The benchmark writes a table and all numbers into the folder of results.
 """
 
 import functools

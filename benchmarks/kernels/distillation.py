@@ -184,6 +184,7 @@ def measure(
     shape: Shape, settings: Sequence[Setting], *, with_peers: bool = False, rounds: int
 ) -> list[dict[str, Any]]:
     """One record for each setting at a shape, and for each peer."""
+    bare = products(shape)  # before peers take memory, which PyTorch keeps
     arguments = _arguments(shape)
     cases = []
     of_names = {setting.name: setting.products for setting in settings}
@@ -204,7 +205,6 @@ def measure(
             of_names[name] = _JENSEN_SHANNON.products
             cases.append(peers.case_of(peer, name, arrays, "forward+backward", expected))
         del expected
-    bare = products(shape)
     limits = {
         of: timing.Case(f"products {of}", [lambda of=of: [bare[i]() for i in of]])
         for of in dict.fromkeys(of_names.values())

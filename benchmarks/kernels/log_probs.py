@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from benchmarks import agreement, command, peers, timing
 from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import SEQUENCES
-from benchmarks.kernels.loss import random_arguments, records_of, table
+from benchmarks.kernels.loss import gemms, random_arguments, records_of, table
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy, linear_log_probs, linear_token_loss
 from pallas_kernels.log_probs.objectives import clipped_policy_loss, dpo_loss
@@ -147,13 +147,17 @@ def _loss_of_sequences(fn: Callable[..., Any], **options: Any) -> Callable[..., 
     return loss
 
 
-def _gradients(name: str, entropy: bool = False, *, weight: str = "widened", **options: Any):
+def _gradients(
+    name: str, entropy: bool = False, *, weight: str = "widened", **options: Any
+) -> Setting:
     """Our log-probabilities, with entropies or without, and their gradients."""
     results = _log_probs(entropy, **_KERNELS, **options)
     return Setting(f"ours, {name}", "gradients", results, entropy, weight)
 
 
-def _loss_of_tokens(name: str, entropy: bool = False, *, weight: str = "widened", **options: Any):
+def _loss_of_tokens(
+    name: str, entropy: bool = False, *, weight: str = "widened", **options: Any
+) -> Setting:
     """Our loss of tokens, with entropies or without."""
     results = _token_loss(entropy, **_KERNELS, **options)
     return Setting(f"ours, {name}", "token loss", results, entropy, weight)
@@ -213,6 +217,7 @@ def measure(
     shape: Shape, settings: Sequence[Setting], *, with_peers: bool = False, rounds: int
 ) -> list[dict[str, Any]]:
     """One record for each setting at a shape, and for each peer."""
+    bare = gemms(shape)  # before peers take memory, which PyTorch keeps
     x, weight, labels = random_arguments(shape)
     g, h = (jax.random.normal(jax.random.key(seed), (len(x),)) for seed in (1, 2))
     arguments = x, weight, labels, g, h
@@ -239,7 +244,7 @@ def measure(
                 alone |= {name} if kind == "value" else set()
         del expected
     ordered = [cases.pop(setting.name) for setting in settings]
-    return records_of(shape, [*ordered, *cases.values()], alone, rounds)
+    return records_of(shape, bare, [*ordered, *cases.values()], alone, rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -152,10 +152,13 @@ def random_arguments(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def records_of(
-    shape: Shape, cases: Sequence[timing.Case], alone: set[str], rounds: int
+    shape: Shape,
+    bare: Sequence[Callable[[], Any]],
+    cases: Sequence[timing.Case],
+    alone: set[str],
+    rounds: int,
 ) -> list[dict[str, Any]]:
     """Times the cases beside the bare GEMMs, of which those of `alone` have only the first."""
-    bare = gemms(shape)
     beside = [
         timing.Case("one GEMM", bare[:1]),
         timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
@@ -192,6 +195,7 @@ def measure(
     ignored: float = 0.0,
 ) -> list[dict[str, Any]]:
     """One record for each setting at a shape, where a share of the labels is ignored."""
+    bare = gemms(shape)  # before peers take memory, which PyTorch keeps
     x, weight, labels = random_arguments(shape)
     order = jax.random.permutation(jax.random.key(3), len(x))
     labels = jnp.where(order < round(ignored * len(x)), -100, labels)
@@ -218,7 +222,8 @@ def measure(
             peers.case_of(peer, peer.name, arrays, "forward+backward", None)
             for peer in peers.peers_of("linear_cross_entropy")
         ]
-    return records_of(shape, cases, {s.name for s in settings if not s.gradients}, rounds)
+    alone = {s.name for s in settings if not s.gradients}
+    return records_of(shape, bare, cases, alone, rounds)
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

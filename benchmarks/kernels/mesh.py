@@ -173,8 +173,7 @@ def cases_of(work: Work, num_devices: int, dtype: Any) -> list[timing.Case]:
         "Explicit": (meshes["Explicit"], ours),
     }
     cases = []
-    for name in WAYS:
-        mesh, run = ways[name]
+    for name, (mesh, run) in ways.items():
         splits = tuple(NamedSharding(mesh, spec) for spec in (_TOKENS, *work.weights))
         out = NamedSharding(mesh, P() if work.num_labels is not None else _TOKENS)
         # An Auto program chooses the places of its results, unless they are named.

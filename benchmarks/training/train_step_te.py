@@ -48,7 +48,7 @@ def options_of(name: str) -> tuple[str, str | None]:
       ValueError: The name of the variant has an unknown part.
     """
     loss, *parts = name.split(":")
-    options = train_step.options_of(parts, ["fp8="])
+    options = train_step.options_of(parts, ("fp8=",))
     if loss not in _LOSSES or options is None or not set(options.values()) <= _RECIPES.keys():
         raise ValueError(
             f"variant {name!r} must be one of {', '.join(_LOSSES)}, with :fp8=current or "
