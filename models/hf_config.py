@@ -168,8 +168,8 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     is `type`. If a file has both forms, `rope_scaling` wins, as in transformers.
 
     Raises:
-      ValueError: The model is none of the three, a size is missing, a value is of a wrong kind or
-        out of its range, or a key is unknown and may change the function.
+      ValueError: The model is none of the three, or a size is missing. Or a value is of a wrong
+        kind or out of its range. Or a key is unknown and may change the function.
       NotImplementedError: The model needs a feature that `LlamaConfig` does not have.
     """
     if not isinstance(hf_config, dict):
