@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.loss.arguments import check_hidden_size
 from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.loss.token_loss import softcapped, with_bias
 
@@ -56,8 +57,7 @@ def logits_of_head(
       ValueError: `x` and `weight` disagree in D.
     """
     (x,) = floating_arrays(x=x, least_bits=BITS_OF_PRODUCTS)
-    if x.shape[-1:] != (weight.shape[layout.index("d")],):
-        raise ValueError(f"x {x.shape} and weight {weight.shape} ({layout}) must agree in D")
+    check_hidden_size("", x, weight, layout)
     z = jnp.einsum(
         f"...d,{layout}->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32
     )

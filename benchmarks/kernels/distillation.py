@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, command, peers, tables, timing
+from benchmarks import agreement, command, peers, tables
 from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import LINEAR_JENSEN_SHANNON, Arrays
-from benchmarks.kernels.loss import gemms
+from benchmarks.kernels.loss import beside_products, gemms
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_distillation_loss, linear_distillation_loss_top_k
 
@@ -205,19 +205,14 @@ def measure(
             of_names[name] = _JENSEN_SHANNON.products
             cases.append(peers.case_of(peer, name, arrays, "forward+backward", expected))
         del expected
-    limits = {
-        of: timing.Case(f"products {of}", [lambda of=of: [bare[i]() for i in of]])
-        for of in dict.fromkeys(of_names.values())
-    }
-    timings = timing.compare([*limits.values(), *cases], rounds=rounds, calls_per_round=1)
+    timings, limits = beside_products(bare, cases, of_names, rounds)
     records = []
     for case in cases:
-        measured, of = timings[case.name], of_names[case.name]
+        measured, limit = timings[case.name], limits[case.name]
         record: dict[str, Any] = {"shape": list(shape), "setting": case.name}
         record |= measured.summary()
         if measured.error is None:
-            limit = timings[limits[of].name].median_ms
-            record |= {"num_products": len(of), "products_ms": limit}
+            record |= {"num_products": len(of_names[case.name]), "products_ms": limit}
             record |= {"over_products": measured.median_ms / limit}
             record |= {"temporary_bytes": case.temporary_bytes}
         records.append(record)

@@ -19,7 +19,7 @@ import functools
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,32 @@ def random_arguments(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x, weight, jax.random.randint(keys[2], (tokens,), 0, vocab_size)
 
 
+def beside_products(
+    bare: Sequence[Callable[[], Any]],
+    cases: Sequence[timing.Case],
+    products: Mapping[str, tuple[int, ...]],
+    rounds: int,
+) -> tuple[dict[str, timing.Timing], dict[str, float]]:
+    """Times cases in turns with bare products.
+
+    Args:
+      bare: Bare products.
+      cases: Cases to time.
+      products: Indices in `bare` of the products of each case, by its name.
+      rounds: Number of measured rounds.
+
+    Returns:
+      The timings, and the milliseconds of each case's products, by the names of the cases.
+    """
+    limits = {
+        of: timing.Case(f"products {of}", [lambda of=of: [bare[i]() for i in of]])
+        for of in dict.fromkeys(products[case.name] for case in cases)
+    }
+    timings = timing.compare([*limits.values(), *cases], rounds=rounds, calls_per_round=1)
+    limit_of = lambda name: timings[limits[products[name]].name].median_ms
+    return timings, {case.name: limit_of(case.name) for case in cases}
+
+
 def records_of(
     shape: Shape,
     bare: Sequence[Callable[[], Any]],
@@ -159,17 +185,14 @@ def records_of(
     rounds: int,
 ) -> list[dict[str, Any]]:
     """Times the cases beside the bare GEMMs, of which those of `alone` have only the first."""
-    beside = [
-        timing.Case("one GEMM", bare[:1]),
-        timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
-    ]
-    timings = timing.compare([*beside, *cases], rounds=rounds, calls_per_round=1)
+    products = {case.name: (0,) if case.name in alone else (0, 1, 2) for case in cases}
+    timings, limits = beside_products(bare, cases, products, rounds)
     records = []
     for case in cases:
         measured = timings[case.name]
         record: dict[str, Any] = {"shape": list(shape), "setting": case.name} | measured.summary()
         if measured.error is None:
-            limit = timings["one GEMM" if case.name in alone else "three GEMMs"].median_ms
+            limit = limits[case.name]
             record |= {"over_gemms": measured.median_ms / limit, "gemms_ms": limit}
             record |= {"temporary_bytes": case.temporary_bytes}
         records.append(record)

@@ -108,11 +108,15 @@ def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
             f"{prefix}weight {weight.shape} has a symbolic size, V = {size}; labels are compared "
             "with V, so export with a number for it"
         )
-    _, hidden_size = sizes(weight, layout)
-    if x.ndim == 0 or x.shape[-1] != hidden_size:
+    check_hidden_size(prefix, x, weight, layout)
+
+
+def check_hidden_size(prefix: str, x: Array, weight: Array, layout: WeightLayout) -> None:
+    """Raises ValueError if `x` and the weight disagree in D."""
+    if x.ndim == 0 or x.shape[-1] != weight.shape[layout.index("d")]:
         raise ValueError(
             f"{prefix}x {x.shape} and {prefix}weight {weight.shape} must agree in D: "
-            f"{name}={layout!r} is {axes}"
+            f"{prefix}weight_layout={layout!r} is [{', '.join(layout.upper())}]"
         )
 
 

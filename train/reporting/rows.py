@@ -26,12 +26,11 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:  # which names the temporary file
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise DiskError(f"{path}: {error.strerror or error}") from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # which names the temporary file
+            raise DiskError(f"{path}: {error.strerror or error}") from error
         raise
 
 
