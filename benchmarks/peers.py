@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import agreement, timing
-from benchmarks.kernels.formulas import Arrays, as_tuple
+from benchmarks.kernels.formulas import Arrays, as_tuple, wrong_result
 from benchmarks.libraries import PEERS, Peer, torch
 
 type Direction = Literal["forward", "backward", "forward+backward"]
@@ -142,24 +142,24 @@ def case_of(
     name: str,
     arrays: Arrays,
     direction: Direction,
-    expected: Sequence[jax.Array] | None,
+    expected: Sequence[jax.Array],
 ) -> timing.Case:
     """A peer as a case, with its memory beside arguments and results.
 
-    Its outputs and gradients are compared with `expected`, unless that is None.
+    Its outputs and gradients are compared with `expected`, which has those of the formula in order.
     """
     # The gradients have the dtypes of the arguments.
-    names = () if direction == "forward" else peer.formula.gradients
-    results = sum(arrays[name].nbytes for name in names)
+    gradients = () if direction == "forward" else peer.formula.gradients
+    results = sum(arrays[name].nbytes for name in gradients)
+    names = *peer.formula.outputs, *(f"d{name}" for name in gradients)
+    by_name = dict(zip(names, expected, strict=True))
     prepared: list[Prepared] = []
 
     def calls() -> list[Callable[[], dict[str, Any]]]:
         prepared.append(prepare(peer, [arrays], direction))
         return prepared[0].calls
 
-    def wrong(got: dict[str, Any]) -> str | None:
-        return None if expected is None else agreement.reason([*to_jax(got).values()], expected)
-
+    wrong = lambda got: wrong_result(to_jax(got), by_name)
     return agreement.checked(name, calls, wrong, lambda calls: prepared[0].num_bytes() - results)
 
 

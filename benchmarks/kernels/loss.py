@@ -6,8 +6,10 @@ Data is random and bfloat16. Times are kernel times (`benchmarks/timing.py`), me
 interleaved rounds. The same rounds measure the three bare GEMMs of the same shapes (logits, dx,
 dweight); a loss alone is compared with the first. Memory is counted beside arguments and results:
 by XLA's `memory_analysis`, and for PyTorch as the peak above the memory allocated before. The
-program writes a table and all numbers into the folder of results. With `--chart X.png` it measures
-nothing: it draws time against memory of the first shape in the file X.json.
+program compares each loss and its gradients with those of XLA's chunks, and does not time a wrong
+one (`benchmarks/agreement.py`). It writes a table and all numbers into the folder of results. With
+`--chart X.png` it measures nothing: it draws time against memory of the first shape in the file
+X.json.
 
     python -m benchmarks.kernels.loss --settings ours "ours, half of the rows" --ignored 0.5
 
@@ -242,7 +244,7 @@ def measure(
         peers.reset()
         arrays = {"x": x, "weight": weight, "labels": labels}
         cases += [
-            peers.case_of(peer, peer.name, arrays, "forward+backward", None)
+            peers.case_of(peer, peer.name, arrays, "forward+backward", expected)
             for peer in peers.peers_of("linear_cross_entropy")
         ]
     alone = {s.name for s in settings if not s.gradients}

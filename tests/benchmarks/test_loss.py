@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_a_wrong_result_is_not_timed(right, gradients):
 
 def _scaled(fn, scale, *args):
     return fn(*args) * scale
+
+
+@pytest.mark.usefixtures("without_gpu", "peers_in_jax")
+def test_a_peer_with_a_wrong_gradient_is_not_timed():
+    right, wrong = loss.measure((32, 64, 256), [], with_peers=True, rounds=1)
+    assert right["setting"] == "right" and right["median_ms"] == 2.0
+    assert right["temporary_bytes"] > 0
+    assert wrong.keys() == {"shape", "setting", "error"}
+    assert re.fullmatch(r"wrong result: relative error [23]\..e-02 of dweight", wrong["error"])
+    assert f"| wrong | {wrong['error']} |" in loss.table([right, wrong])
 
 
 @pytest.mark.full
