@@ -81,7 +81,7 @@ def run(config: TrainConfig) -> Path:
         or float16, which the devices do not have.
     """
     mesh = mesh_of(config)
-    check_dtype(config)
+    check_dtype(config.model)
     tracking.check_installed(config)
     if config.model.fp8:
         check_fp8(config.model.fp8)

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from models.config import LlamaConfig
 from models.fp8 import describe
 from models.llama import abstract_parameters
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
@@ -94,16 +95,23 @@ def mesh_of(config: TrainConfig) -> Mesh:
     return mesh
 
 
-def check_dtype(config: TrainConfig) -> None:
+def check_dtype(
+    model: LlamaConfig, name: str = "--model.dtype", remedy: str = "take bfloat16 or float32"
+) -> None:
     """Checks that the devices compute in the dtype of a model.
+
+    Args:
+      model: Configuration of the model.
+      name: Name of the dtype in the message, which begins with it.
+      remedy: End of the message.
 
     Raises:
       FlagError: XLA has no product of float16 with sums in float32 for a CPU.
     """
-    if config.model.dtype == "float16" and jax.default_backend() == "cpu":
+    if model.dtype == "float16" and jax.default_backend() == "cpu":
         raise FlagError(
-            "--model.dtype float16 cannot be computed on a CPU, where XLA multiplies no float16 "
-            "with sums in float32; take bfloat16 or float32"
+            f"{name} float16 cannot be computed on a CPU, where XLA multiplies no float16 with "
+            f"sums in float32; {remedy}"
         )
 
 

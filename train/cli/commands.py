@@ -29,6 +29,7 @@ from train.formats import number_of
 from train.hf_folder import check_finite, copy_tokenizer
 from train.outputs import sample_key
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
+from train.setup import check_dtype
 from train.step import make_eval_step, model_graph
 from train.token_ids import before_end, contradiction, with_tokenizer_ids
 
@@ -108,7 +109,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_argument("--cache-dir", type=file_or_folder, help="folder for the tokens")
     _add_tokenizer_flags(parser)
     flags = parser.parse_args(arguments)
-    saved = _with_tokenizer(_find(flags), flags)
+    saved = _with_tokenizer(_find_to_compute(flags), flags)
     config = _eval_config(saved, flags)
     mesh = _mesh(flags)
     with jax.set_mesh(mesh):
@@ -228,7 +229,7 @@ def sample(arguments: Sequence[str]) -> None:
         flags.prompt.encode()
     except UnicodeEncodeError:
         raise FlagError("--prompt is not UTF-8; give it in this encoding") from None
-    saved = _with_tokenizer(_find(flags), flags)
+    saved = _with_tokenizer(_find_to_compute(flags), flags)
     tokenizer = _tokenizer_of(saved)
     _tell_of_contradiction(saved)
     prompt = data.start_of_document(flags.prompt, tokenizer)
@@ -326,6 +327,14 @@ def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 def _find(flags: argparse.Namespace) -> Saved:
     return find_model(flags.source, step=flags.step, best=flags.best)
+
+
+def _find_to_compute(flags: argparse.Namespace) -> Saved:
+    """The model, after a check that the devices compute in its dtype."""
+    saved = _find(flags)
+    remedy = "take a GPU, or `export` the model and name the exported folder, which runs in float32"
+    check_dtype(saved.model, f"{saved.name}: dtype", remedy)
+    return saved
 
 
 def _finite(saved: Saved, mesh: Mesh) -> nnx.State:

@@ -18,7 +18,7 @@ from train.cli.command_line import Parser, file_or_folder
 from train.config import TrainConfig
 from train.errors import FolderError
 from train.objectives import metrics_of
-from train.setup import mesh_of
+from train.setup import check_dtype, mesh_of
 from train.step import abstract_state, make_gradients
 from train.teacher import load_frozen
 
@@ -31,6 +31,7 @@ def run(arguments: Sequence[str]) -> None:
     )
     folder: Path = parser.parse_args(arguments).folder.absolute()
     config = _read_config(folder)
+    check_dtype(config.model, f"{folder}: dtype", "take a GPU, as the run did")
     mesh = mesh_of(config)
     with jax.set_mesh(mesh):
         params = abstract_state(config, mesh).params

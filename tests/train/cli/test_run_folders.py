@@ -21,6 +21,7 @@ from models.sharding import make_mesh
 from support import tiny_run
 from support.tokenizer_files import write_byte_level
 from train import data
+from train.__main__ import main
 from train.checkpoints.saved import read_run_config
 from train.cli.command_line import parse_command_line
 from train.errors import FolderError
@@ -84,6 +85,35 @@ def test_a_tokenizer_of_a_single_file_gets_a_config_where_flags_say_more(tmp_pat
 
 def test_the_configuration_comes_back_from_the_run(finished, config):
     assert read_run_config(finished) == config
+
+
+def test_a_run_in_float16_is_not_computed_on_a_cpu(finished, config, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished / "checkpoints", folder / "checkpoints")
+    content = json.loads((finished / "config.json").read_text())
+    content["config"]["model"]["dtype"] = "float16"
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "batch.npz").touch()  # without it `replay` would refuse the folder
+
+    def line_of(command):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(command)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    cannot = "dtype float16 cannot be computed on a CPU, where XLA multiplies no float16 with sums"
+    sample = ["--prompt", "the fox", "--max-new-tokens", "2"]
+    for command in (
+        ["sample", str(folder), *sample],
+        ["eval", str(folder), "--path", str(config.data.path[0])],
+    ):
+        line = line_of(command)
+        assert f"{command[0]}: error: {folder}, step 4: {cannot}" in line
+        assert "take a GPU, or `export` the model and name the exported folder" in line
+    assert f"error: {folder}: {cannot} in float32; take a GPU" in line_of(["replay", str(folder)])
+
+    main(["export", str(folder), str(tmp_path / "exported")])
+    main(["sample", str(tmp_path / "exported"), *sample])
+    assert "the fox" in capsys.readouterr().out
 
 
 def flags_of(config, folder, *more):
