@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from models.remat import remat_policy
 from models.rope import RopeParameters
+from pallas_kernels.arguments import check_number
 from pallas_kernels.fp8 import RECIPES
 
 AUTO_REMAT = "auto"
@@ -157,13 +158,8 @@ class LlamaConfig:
         _check_whole("head_dim", self.head_dim, 0)
         if self.sliding_window is not None:
             _check_whole("sliding_window", self.sliding_window, 1)
-        # NaN is outside of all ranges. The norms compute in float32.
-        least, most = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
-        if self.rms_norm_eps != 0 and not least <= self.rms_norm_eps <= most:
-            raise ValueError(
-                f"rms_norm_eps={self.rms_norm_eps!r} must be 0, or from {least:.3g} to {most:.3g}, "
-                "the normal numbers of float32"
-            )
+        remedy = "models have 1e-5 or 1e-6"
+        check_number("rms_norm_eps", self.rms_norm_eps, least=0.0, remedy=remedy)
         if not 0 <= self.initializer_range <= 1:
             raise ValueError(
                 f"initializer_range={self.initializer_range!r} must be from 0 to 1; transformers "

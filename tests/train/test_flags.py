@@ -122,7 +122,7 @@ def test_flags_override_the_preset():
         ("--z-loss 1e-40", r"^--z-loss: z_loss=1e-40 must be 0 or at least 1\.18e-38"),
         (
             "--model.rms-norm-eps 1e-40",
-            r"^--model\.rms-norm-eps: .*=1e-40 must be 0, or from 1\.18",
+            r"^--model\.rms-norm-eps: .*=1e-40 must be 0 or .* 1\.18e-38 to 3\.4e\+38, .*float32;",
         ),
         ("--data.weights 1 2 --data.path a", r"^--data\.weights: .*2 weights for 1 path;"),
         ("--data.weights 3 --data.path a", r"^--data\.weights 3\.0 has no effect.* one path"),
