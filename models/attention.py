@@ -20,6 +20,8 @@ def causal_attention(
     v: Float[Array, "B S K H"],
     bounds: Bounds | None,
     implementation: Literal["xla", "cudnn", "mosaic_gpu"] | None,
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B S N H"]:
     """The attention of each token to itself and to the earlier tokens in its bounds.
 
@@ -30,12 +32,14 @@ def causal_attention(
       bounds: Documents of the rows, or windows in them; None if each token attends to all tokens
         before it.
       implementation: `LlamaConfig.attention_implementation`.
+      window: Number of tokens in a window of `bounds`, if each row is one document; None otherwise.
+        cuDNN takes this number in the place of a mask.
 
     Raises:
       NotImplementedError: There is no cuDNN on a GPU, or `implementation` names a library that does
         not take the arguments.
     """
-    chosen = _choose(q, k, v, bounds) if implementation is None else implementation
+    chosen = _choose(q, k, v, bounds, window) if implementation is None else implementation
     if chosen == "mosaic_gpu":
         try:
             return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
@@ -47,13 +51,16 @@ def causal_attention(
                 f"attention_implementation='mosaic_gpu': {reason}. Leave it None, which takes what "
                 "runs here."
             ) from error
-    mask = None
-    if bounds is not None:
+    mask, before_and_after = None, None
+    # JAX's attention by XLA takes a window, too, but not in rows of a symbolic length.
+    if window is not None and chosen == "cudnn":
+        before_and_after = window - 1, 0
+    elif bounds is not None:
         # Keys after the query are hidden by `is_causal`.
         keys = jnp.arange(k.shape[1], dtype=bounds.begins.dtype)
         mask = (keys >= bounds.begins[:, :, None])[:, None]
     try:
-        return _of_jax(q, k, v, mask, chosen)
+        return _of_jax(q, k, v, mask, before_and_after, chosen)
     except RuntimeError as error:
         # XLA's errors are of other classes. This one says why cuDNN cannot compute it.
         if type(error) is not RuntimeError or chosen != "cudnn":
@@ -69,6 +76,7 @@ def _choose(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     bounds: Bounds | None,
+    window: int | None,
 ) -> Literal["xla", "cudnn", "mosaic_gpu"]:
     """The library that computes the attention if the configuration names none.
 
@@ -86,8 +94,8 @@ def _choose(
     else:
         library, work = "xla", "XLA computes it and keeps all S² scores"
         reasons.append(why_no_cudnn)
-    needs_memory = bounds is not None or library == "xla"
-    if needs_memory and reason_not_here() is None:
+    reads_mask = bounds is not None and window is None
+    if (reads_mask or library == "xla") and reason_not_here() is None:
         log_once(f"attention: {work}, because {'; and '.join(reasons)}")
     return library
 
@@ -110,11 +118,18 @@ def _of_jax(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     mask: Bool[Array, "B 1 S S"] | None,
+    before_and_after: tuple[int, int] | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "B S N H"]:
-    """`jax.nn.dot_product_attention`, causal."""
+    """`jax.nn.dot_product_attention`, causal.
+
+    A token attends to `before_and_after` neighbours at most.
+    """
     attend: Any = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+        jax.nn.dot_product_attention,
+        is_causal=True,
+        local_window_size=before_and_after,
+        implementation=implementation,
     )
     if tensor_axis():
         # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of a

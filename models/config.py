@@ -106,8 +106,9 @@ class LlamaConfig:
         rows of up to 8192 tokens. Elsewhere it takes cuDNN where that runs: in 16 bits, with heads
         of 8, 16, ... or 128 channels (on Hopper up to 256) and an even number of positions. If
         neither runs, XLA computes the attention and keeps all scores in memory. On a GPU the log
-        says why, and also why cuDNN reads a mask. "mosaic_gpu" takes `document_attention`, and
-        raises where its kernels do not run.
+        says why, and also why cuDNN reads a mask. cuDNN reads one for rows of documents, and none
+        for a window alone. "mosaic_gpu" takes `document_attention`, and raises where its kernels do
+        not run.
     """
 
     vocab_size: int

@@ -163,12 +163,13 @@ class Llama(nnx.Module):
         bounds = None  # the kernels are faster if they know that a token attends to all before it
         if segment_ids is not None:
             bounds = document_bounds(segment_ids, window=window)
+            window = None  # a row has several, and only the bounds say where
         elif window is not None:
             bounds = document_bounds(jnp.zeros_like(tokens), window=window)
 
         def attend(q, k, v, _):
             implementation = self.config.attention_implementation
-            return causal_attention(q, k, v, bounds, implementation), None
+            return causal_attention(q, k, v, bounds, implementation, window=window), None
 
         return self.run_layers(tokens, positions, attend, fp8=self.config.fp8)[0]
 

@@ -150,8 +150,22 @@ def skip_without_cudnn_for(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 @pytest.mark.parametrize(
     "num_documents, scan_layers, window",
-    [(1, True, None), (2, True, None), (20, True, None), (20, False, None), (3, True, 300)],
-    ids=["one document", "2 documents", "20 documents", "20 documents, unrolled", "window"],
+    [
+        (1, True, None),
+        (2, True, None),
+        (20, True, None),
+        (20, False, None),
+        (1, True, 300),
+        (3, True, 300),
+    ],
+    ids=[
+        "one document",
+        "2 documents",
+        "20 documents",
+        "20 documents, unrolled",
+        "window",
+        "3 documents and a window",
+    ],
 )
 def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, window, head_dim):
     """On Hopper our kernels compute heads of 64, and cuDNN those of 192 and 256."""

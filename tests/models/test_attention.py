@@ -13,7 +13,7 @@ from models.attention import causal_attention
 from pallas_kernels import document_bounds, implementation, logs
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.gpu.device import Device
-from support.small_llama import changed, hidden_of, random_tokens
+from support.small_llama import S, changed, hidden_of, make_model, random_tokens
 
 A100, H100, B200 = (8, 0), (9, 0), (10, 0)
 TEN_OF_TWO = jnp.asarray([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]], jnp.int32)
@@ -46,8 +46,8 @@ def calls(monkeypatch):
     """The attention that was called: the mask and the implementation, or the kernels' bounds."""
     made = []
 
-    def by_jax(q, k, v, *, mask=None, is_causal, implementation):
-        assert is_causal
+    def by_jax(q, k, v, *, mask=None, is_causal, local_window_size, implementation):
+        assert is_causal and local_window_size is None
         made.append((None if mask is None else np.asarray(mask), implementation))
         return q
 
@@ -124,6 +124,49 @@ def test_the_mask_of_a_window(calls, asked_for):
     distance = np.arange(10)[:, None] - np.arange(10)
     visible = (row[:, None] == row) & (distance >= 0) & (distance < window)
     np.testing.assert_array_equal(np.tril(mask), visible[None, None])
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_cudnn_takes_the_window_of_rows_of_one_document(monkeypatch, window):
+    """JAX's attention by XLA computes here what cuDNN is asked for. 1 s each."""
+    attend, masks = jax.nn.dot_product_attention, []
+
+    def by_xla(*args, mask, implementation, **options):
+        assert implementation == "cudnn"
+        masks.append(mask)
+        return attend(*args, mask=mask, implementation="xla", **options)
+
+    config = changed(sliding_window=window, num_hidden_layers=1, scan_layers=False)
+    tokens = random_tokens(config)
+    expected = make_model(changed(config, attention_implementation="xla"))(tokens)
+    model = make_model(changed(config, attention_implementation="cudnn"))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    got = model(tokens)
+    packed = model(tokens, segment_ids=jnp.zeros_like(tokens))
+    of_row, of_documents = masks
+    assert of_row is None and of_documents.shape == (len(tokens), 1, S, S)
+    for hidden in (got, packed):
+        np.testing.assert_allclose(hidden, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_with_the_window_of_cudnn_has_no_mask(on_gpu, monkeypatch, caplog):
+    """0.4 s."""
+    on_gpu(A100)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    def program(ids, window):
+        bounds = document_bounds(ids, window=5)
+        q = jax.ShapeDtypeStruct((2, 136, 2, 64), jnp.bfloat16)
+        loss = lambda q: jnp.sum(causal_attention(q, q, q, bounds, None, window=window))
+        return jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+
+    one = jnp.zeros((2, 136), jnp.int32)
+    with caplog.at_level(logging.WARNING):
+        text = program(one, 5)
+    assert not caplog.records
+    assert text.count("sliding_window_length\\22: 5") == text.count("@__cudnn$") == 2
+    assert "136x136" not in text
+    assert "136x136" in program(one.at[:, 9:].set(1), None)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,11 @@ def forward_flops(op: Op) -> float:
     return 4.0 * batch * heads * length * keys * head_dim * (0.5 if causal else 1.0)
 
 
+def has_window(op: Op) -> bool:
+    """Whether an operation of cuDNN has a sliding window."""
+    return bool(op.params.get("sliding_window_length"))
+
+
 def is_kernel(op: Op) -> bool:
     """Whether the operation is one of our kernels."""
     return op.params.get("name") in _KERNELS

@@ -180,7 +180,8 @@ def estimate(
         `dataflow.operations`.
       has_workspace: Whether the memory includes the workspace of the attention's backward.
       share_of_pairs: Share of the pairs of a query and an earlier key that a sliding window leaves.
-        Our kernels of the attention compute no others.
+        Our kernels of the attention compute no others, and cuDNN computes no others if it has a
+        window. With a mask cuDNN computes all pairs.
     """
     program = _Program(
         rates=rates,
@@ -257,6 +258,7 @@ class _Program:
         if "dot_product_attention" in op.name:
             backward = "bwd" in op.name
             flops = attention.forward_flops(op) / self.num_devices * (2.5 if backward else 1)
+            flops *= self.share_of_pairs if attention.has_window(op) else 1
             efficiency = ATTENTION_BACKWARD_EFFICIENCY if backward else ATTENTION_EFFICIENCY
             seconds = flops / (self.rates.flops * efficiency)
             workspace = 0.0

@@ -29,23 +29,49 @@ from train.reporting.metrics import flops_per_token
 H100 = aot.CHIPS["h100"]
 
 
-@pytest.mark.parametrize("kv_heads, bytes_each", [(2, 8 * 64 + 4), (4, 4 * 64 + 4)])
-def test_workspace_of_the_attention(monkeypatch, kv_heads, bytes_each):
+@pytest.fixture
+def cost_of_cudnn(monkeypatch):
+    """A function to the cost of cuDNN's attention and its gradients."""
     cudnn = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{cudnn}.check_cudnn_version", lambda: 91000)  # it need not be here
-    shapes = [(2, 4096, heads, 64) for heads in (4, kv_heads, kv_heads)]
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    options = {"is_causal": True, "implementation": "cudnn"}
-    attend = functools.partial(jax.nn.dot_product_attention, **options)
-    traced = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](q)).trace(*arrays)
     rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
-    options = {"bytes_per_device": cost.nbytes, "num_devices": 1}
-    both = [
-        cost.estimate(traced.jaxpr, rates, **options, has_workspace=w).temp_bytes
-        for w in (True, False)
-    ]
+
+    def cost_of(kv_heads, local_window_size=None, **options):
+        shapes = [(2, 4096, heads, 64) for heads in (4, kv_heads, kv_heads)]
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        attend = functools.partial(
+            jax.nn.dot_product_attention,
+            is_causal=True,
+            local_window_size=local_window_size,
+            implementation="cudnn",
+        )
+        traced = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](q)).trace(*arrays)
+        options |= {"bytes_per_device": cost.nbytes, "num_devices": 1}
+        return cost.estimate(traced.jaxpr, rates, **options)
+
+    return cost_of
+
+
+@pytest.mark.parametrize("kv_heads, bytes_each", [(2, 8 * 64 + 4), (4, 4 * 64 + 4)])
+def test_workspace_of_the_attention(cost_of_cudnn, kv_heads, bytes_each):
+    both = [cost_of_cudnn(kv_heads, has_workspace=w).temp_bytes for w in (True, False)]
     # The memory is fullest in the backward, whose dq, dk and dv are the only other results.
     assert both[0] - both[1] == pytest.approx(2 * 4096 * 4 * bytes_each, rel=0.1)
+
+
+def test_cudnn_computes_the_pairs_of_its_window(cost_of_cudnn):
+    """The share of the pairs says nothing where cuDNN has no window. 0.1 s."""
+    whole, without_window, windowed = (
+        cost_of_cudnn(2, **options)
+        for options in (
+            {},
+            {"share_of_pairs": 0.25},
+            {"share_of_pairs": 0.25, "local_window_size": (511, 0)},
+        )
+    )
+    assert without_window == whole
+    assert windowed.flops == whole.flops / 4 > 0
+    assert windowed.temp_bytes == whole.temp_bytes
 
 
 @pytest.mark.parametrize(("H", "rates"), [(64, (0.44, 0.66, 0.60)), (128, (0.65, 0.84, 0.74))])
