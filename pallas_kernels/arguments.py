@@ -36,10 +36,25 @@ def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
     return found
 
 
-def as_array(name: str, a: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """The argument as a JAX array, with 32 bits in place of 64 unless `jax_enable_x64` is set.
+def layer_input(name: str, a: Any, dtype: DTypeLike | None) -> jax.Array:
+    """An argument `[..., D]` of a layer as a JAX array, cast to `dtype` if that is not None.
 
-    It is cast to `dtype`, if that is not None.
+    Flax's layers also cast integers and complex numbers. Here they are errors, because hidden
+    states are neither: integers are often token ids, and a cast drops the imaginary part.
+
+    Raises:
+      TypeError: The argument is no array, or its dtype is not floating.
+      ValueError: The argument has no axes.
+    """
+    (found,) = floating_arrays(**{name: a})
+    if found.ndim == 0:
+        raise ValueError(f"{name} must be [..., D], got a scalar; give it an axis of D numbers")
+    # From the given array, so that a float64 array of NumPy is rounded to float16 only once.
+    return found if dtype is None else jnp.asarray(a, dtype)
+
+
+def as_array(name: str, a: Any) -> jax.Array:
+    """The argument as a JAX array, with 32 bits in place of 64 unless `jax_enable_x64` is set.
 
     Raises:
       TypeError: The argument is no array.
@@ -48,7 +63,7 @@ def as_array(name: str, a: Any, dtype: DTypeLike | None = None) -> jax.Array:
         raise TypeError(f"{name} is a ShapeDtypeStruct, without values; pass it to jax.eval_shape")
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
         raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")
-    return jnp.asarray(a, dtype)
+    return jnp.asarray(a)
 
 
 def check_floating(what: str, dtype: DTypeLike, remedy: str, *, least_bits: int) -> None:

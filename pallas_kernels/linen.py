@@ -3,7 +3,9 @@
 Parameters have the names, shapes and initial values of Linen's own modules, so that a checkpoint of
 `nn.RMSNorm` and `nn.Dense` loads unchanged. Initializers may carry metadata, from
 `nn.with_partitioning` or `nn.with_logical_partitioning`. The modules run on any mesh, as their
-operations do.
+operations do. Their inputs, other than labels and the weights of tokens, have axes `[..., D]` and a
+floating dtype. Other dtypes raise TypeError, also if the module has a `dtype`, and an array without
+axes raises ValueError.
 """
 
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels.arguments import as_array, check_sizes, common_dtype
+from pallas_kernels.arguments import check_sizes, common_dtype, layer_input
 from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -67,7 +69,7 @@ class RMSNorm(_Norm):
     @nn.compact
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`."""
-        x = as_array("x", x)
+        x = layer_input("x", x, None)
         y = rms_norm(self._widened(x), self._scale(x), **norm_options(self, self.epsilon))
         return y.astype(self.dtype or x.dtype)
 
@@ -84,7 +86,7 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
-        x = as_array("x", x)
+        x = layer_input("x", x, None)
         y, total = add_rms_norm(
             self._widened(x), residual, self._scale(x), **norm_options(self, self.epsilon)
         )
@@ -135,7 +137,7 @@ class SwiGLU(nn.Module):
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
         check_sizes(intermediate_size=self.intermediate_size)
-        x = as_array("x", x, self.dtype)
+        x = layer_input("x", x, self.dtype)
         hidden_size = x.shape[-1]
         across = hidden_size, self.intermediate_size
         down = self.intermediate_size, hidden_size
@@ -208,7 +210,7 @@ class LinearCrossEntropy(nn.Module):
         token_weights: Float[Array, "*T"] | None = None,
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`."""
-        x = as_array("x", x, self.dtype)
+        x = layer_input("x", x, self.dtype)
         kernel, bias = self._parameters(x)
         return linear_cross_entropy(
             x,
@@ -222,5 +224,5 @@ class LinearCrossEntropy(nn.Module):
 
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss."""
-        x = as_array("x", x, self.dtype)
+        x = layer_input("x", x, self.dtype)
         return logits_of_head(x, *self._parameters(x), "dv", self.logit_softcap)

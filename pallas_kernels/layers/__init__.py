@@ -5,7 +5,9 @@ Arguments, parameters and layouts have Flax's names where Flax has them, so a ch
 shares their parameters.
 
 The layers run on any mesh, as their operations do. They create all parameters when they are
-constructed, and work in NNX's graph mode and in its tree mode.
+constructed, and work in NNX's graph mode and in its tree mode. Their inputs, other than labels and
+the weights of tokens, have axes `[..., D]` and a floating dtype. Other dtypes raise TypeError, also
+if the layer has a `dtype`, and an array without axes raises ValueError.
 """
 
 from pallas_kernels.layers.head import LinearCrossEntropy

@@ -10,7 +10,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels.arguments import as_array, check_choice, check_sizes
+from pallas_kernels.arguments import check_choice, check_sizes, layer_input
 from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -128,7 +128,7 @@ class LinearCrossEntropy(nnx.Module):
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`, with the loss options."""
         return linear_cross_entropy(
-            as_array("x", x, self.dtype),
+            layer_input("x", x, self.dtype),
             self._weight[...],
             labels,
             bias=None if self.bias is None else self.bias[...],
@@ -140,7 +140,7 @@ class LinearCrossEntropy(nnx.Module):
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
         return logits_of_head(
-            as_array("x", x, self.dtype),
+            layer_input("x", x, self.dtype),
             self._weight[...],
             None if self.bias is None else self.bias[...],
             self.weight_layout,

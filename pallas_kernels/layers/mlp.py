@@ -12,7 +12,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import as_array, check_sizes
+from pallas_kernels.arguments import check_sizes, layer_input
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
@@ -172,7 +172,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
-        x = as_array("x", x, self.dtype)
+        x = layer_input("x", x, self.dtype)
         if self.gate_proj.bias is not None:
             gate = checkpoint_name(_linear(self.gate_proj, x), "gate")
             up = checkpoint_name(_linear(self.up_proj, x), "up")

@@ -10,7 +10,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import as_array, check_sizes
+from pallas_kernels.arguments import check_sizes, layer_input
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
@@ -110,7 +110,7 @@ class RMSNorm(_Norm):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`."""
-        x = as_array("x", x, self.dtype)
+        x = layer_input("x", x, self.dtype)
         return rms_norm(x, self.scale[...], **norm_options(self, self.epsilon))
 
 
@@ -125,5 +125,6 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
-        x, residual = as_array("x", x, self.dtype), as_array("residual", residual, self.dtype)
+        x = layer_input("x", x, self.dtype)
+        residual = layer_input("residual", residual, self.dtype)
         return add_rms_norm(x, residual, self.scale[...], **norm_options(self, self.epsilon))

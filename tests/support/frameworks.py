@@ -1,5 +1,6 @@
 """Comparisons of our layers with a framework's layers, whose errors are the tolerance."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,19 @@ def has_shape(fn: Callable[..., Any], args: Any, *shape: int) -> bool:
     """Whether a function makes an array of a shape, in any of the programs that it calls."""
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     return any(getattr(v.aval, "shape", ()) == shape for e in equations(jaxpr) for v in e.outvars)
+
+
+def not_hidden_states(name):
+    """Values that no layer takes as hidden states `[4, 8]`, with their errors: `(class, a, text)`.
+
+    Args:
+      name: Name of the layer's argument.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    not_floating = [jnp.ones((4, 8), dtype) for dtype in (jnp.int32, jnp.bool, jnp.complex64)]
+    yield TypeError, [[1.0] * 8] * 4, f"^{name} must be an array, got a list; make it a"
+    for a in (*not_floating, keys):
+        text = f"{name} is {a.dtype}, not a floating dtype; cast {name} to float32"
+        yield TypeError, a, f"^{re.escape(text)}"
+    text = f"{name} must be [..., D], got a scalar; give it an axis of D numbers"
+    yield ValueError, jnp.float32(1), f"^{re.escape(text)}"
