@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import (
@@ -30,9 +28,7 @@ from pallas_kernels.fp8 import RECIPES
 from pallas_kernels.gpu import device as gpu_device
 from pallas_kernels.gpu import kernel as gpu_kernel_module
 from pallas_kernels.gpu.device import Device
-from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from pallas_kernels.loss import arguments
-from support.frameworks import not_hidden_states
 from support.numerics import quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -116,45 +112,6 @@ def test_eight_bits_are_rounded_once(operation):
     if operation == "swiglu":
         chex.assert_trees_all_equal(narrow, wide.astype(jnp.float8_e4m3fn))
     assert all(a.dtype == jnp.float8_e4m3fn for a in jax.tree.leaves(narrow))
-
-
-def test_layers_say_it_too(unchecked_shapes):
-    x = jnp.ones((4, 8))
-    with pytest.raises(TypeError, match="weight is int32"):
-        RMSNorm(8, param_dtype=jnp.int32)(x)
-    options: dict[str, Any] = {"kernel_init": nnx.initializers.zeros_init(), "rngs": nnx.Rngs(0)}
-    with pytest.raises(TypeError, match="x is int32"):
-        SwiGLU(8, 16, dtype=jnp.int32, **options)(x)
-
-
-@pytest.mark.parametrize("dtype", [None, BF16])
-def test_what_layers_refuse_with_and_without_a_dtype(unchecked_shapes, dtype):
-    """Flax casts integers and complex numbers. 0.5 s."""
-    x, options = jnp.ones((4, 8)), {"dtype": dtype, "rngs": nnx.Rngs(0)}
-    head = LinearCrossEntropy(8, 16, **options)
-    add = AddRMSNorm(8, **options)
-    layers = [
-        ("x", RMSNorm(8, **options)),
-        ("x", lambda x: add(x, x)),
-        ("residual", lambda residual: add(x, residual)),
-        ("x", SwiGLU(8, 16, **options)),
-        ("x", SwiGLU(8, 16, use_bias=True, **options)),
-        ("x", lambda x: head(x, jnp.ones(4, jnp.int32))),
-        ("x", head.logits),
-    ]
-    for name, layer in layers:
-        for error, bad, message in not_hidden_states(name):
-            with pytest.raises(error, match=message):
-                layer(bad)
-
-
-def test_the_logits_of_a_head_are_of_floating_tokens_of_its_size(unchecked_shapes):
-    head = LinearCrossEntropy(8, 16, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="x is int32, not a floating dtype"):
-        head.logits(jnp.ones((3, 8), int))
-    message = "x (3, 7) and weight (8, 16) must agree in D: weight_layout='dv' is [D, V]"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        head.logits(jnp.ones((3, 7)))
 
 
 NAN, INF = math.nan, math.inf

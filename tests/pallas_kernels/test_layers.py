@@ -1,6 +1,7 @@
 """The NNX layers against the operations; their parameters and options."""
 
 import functools
+import re
 from typing import Any
 
 import chex
@@ -14,6 +15,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+from support.frameworks import not_hidden_states
 from support.nnx_layers import (
     BF16,
     F32,
@@ -324,3 +326,42 @@ def test_two_names_of_a_dtype_are_one():
     )
     layers = of(D, F, jnp.bfloat16), of(D, F, jnp.dtype("bfloat16")), of(F, D, jnp.bfloat16)
     assert SwiGLU.from_nnx(*layers)(jnp.ones((2, D))).dtype == jnp.bfloat16
+
+
+def test_layers_refuse_dtypes_as_the_operations_do(unchecked_shapes):
+    x = jnp.ones((4, 8))
+    with pytest.raises(TypeError, match="weight is int32"):
+        RMSNorm(8, param_dtype=jnp.int32)(x)
+    options: dict[str, Any] = {"kernel_init": nnx.initializers.zeros_init(), "rngs": nnx.Rngs(0)}
+    with pytest.raises(TypeError, match="x is int32"):
+        SwiGLU(8, 16, dtype=jnp.int32, **options)(x)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_what_layers_refuse_with_and_without_a_dtype(unchecked_shapes, dtype):
+    """Flax casts integers and complex numbers. 0.5 s."""
+    x, options = jnp.ones((4, 8)), {"dtype": dtype, "rngs": nnx.Rngs(0)}
+    head = LinearCrossEntropy(8, 16, **options)
+    add = AddRMSNorm(8, **options)
+    layers = [
+        ("x", RMSNorm(8, **options)),
+        ("x", lambda x: add(x, x)),
+        ("residual", lambda residual: add(x, residual)),
+        ("x", SwiGLU(8, 16, **options)),
+        ("x", SwiGLU(8, 16, use_bias=True, **options)),
+        ("x", lambda x: head(x, jnp.ones(4, jnp.int32))),
+        ("x", head.logits),
+    ]
+    for name, layer in layers:
+        for error, bad, message in not_hidden_states(name):
+            with pytest.raises(error, match=message):
+                layer(bad)
+
+
+def test_the_logits_of_a_head_are_of_floating_tokens_of_its_size(unchecked_shapes):
+    head = LinearCrossEntropy(8, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="x is int32, not a floating dtype"):
+        head.logits(jnp.ones((3, 8), int))
+    message = "x (3, 7) and weight (8, 16) must agree in D: weight_layout='dv' is [D, V]"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        head.logits(jnp.ones((3, 7)))
