@@ -66,9 +66,11 @@ ONE = (1, 1, 1)
 
 @functools.cache
 def small_llama(mesh_shape, dtype="bfloat16", **changes):
-    """Loss, sums and gradients of two layers of 1B for one batch, on data x fsdp x tensor GPUs.
+    """Losses and gradients of two layers of 1B, on data x fsdp x tensor GPUs.
 
-    The program is compiled with the options of a training step.
+    The loss of a batch is one number, whose error may be near 0 by chance. So there are the losses
+    of 32 batches. The gradients are those of the first batch. The program is compiled with the
+    options of a training step.
     """
     sizes = {"num_hidden_layers": 2, "vocab_size": 32000}
     changes = {"remat": "mlp_inputs"} | changes
@@ -78,10 +80,12 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
     mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
     params = nnx.state(Llama(config, rngs=nnx.Rngs(0)))
     shardings = parameter_shardings(params, mesh)
-    tokens = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=4, seed=0)
-    batch = jax.device_put(tokens, batch_sharding(mesh))
+    dataset = SyntheticDataset(config.vocab_size, 1024)
 
-    def compute(params):
+    def batch(step):
+        return jax.device_put(dataset.batch(step, batch_size=4, seed=0), batch_sharding(mesh))
+
+    def compute(params, batch):
         loss = lambda params: loss_and_sums(model_graph(config), params, batch)
         return jax.value_and_grad(loss, has_aux=True)(params)
 
@@ -92,9 +96,11 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
         jax.default_matmul_precision("highest" if dtype == "float32" else "default"),
     ):
         options = compiler_options(devices)
-        gradients = jax.jit(compute, out_shardings=(None, shardings), compiler_options=options)
-        found = gradients(jax.device_put(params, shardings))
-    return as_float64(found)
+        run = jax.jit(compute, out_shardings=(None, shardings), compiler_options=options)
+        params = jax.device_put(params, shardings)
+        losses = [run(params, batch(step))[0][0] for step in range(32)]
+        _, gradients = run(params, batch(0))
+        return as_float64((jnp.stack(losses), gradients))
 
 
 def assert_llama_is_as_accurate(got, low_precision, **changes):
