@@ -146,22 +146,20 @@ def _explicit_axes(mesh: Any, args: Sequence[jax.Array]) -> Split:
     Inside of `jax.vmap` JAX refuses a `jax.shard_map` that names the axis of the members. Where all
     axes are Explicit, none is named.
     """
-    axes = axes_of_kind(mesh, AxisType.Explicit)
+    axes = _named_in_types(mesh)
     is_split = any(name is not None for a in args for name in jax.typeof(a).sharding.spec)
     return axes if is_split or not axes_of_kind(mesh, AxisType.Auto) else ()
 
 
 def _explicit_beside_auto(mesh: Any) -> Split:
-    """The Explicit axes of a mesh that has Auto axes, too, among them axes of one device.
+    """The Explicit axes of a mesh that has Auto axes, too.
 
     JAX cannot compile a function that XLA partitions on such a mesh. So `partitioned` maps over all
     axes, and splits the tokens over the Explicit ones alone.
     """
     if not (auto := axes_of_kind(mesh, AxisType.Auto)):
         return ()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-    if explicit and reason_not_here() is None:
+    if (explicit := _named_in_types(mesh)) and reason_not_here() is None:
         log_once(
             f"the mesh has the Explicit axes {explicit} and the Auto axes {auto}: operations with "
             "kernels are not split over the Auto axes there, and all their devices compute the "
@@ -176,6 +174,12 @@ def axes_of_kind(mesh: Any, kind: AxisType) -> Split:
     return tuple(name for name, size, k in axes if k == kind and size > 1)
 
 
+def _named_in_types(mesh: Any) -> Split:
+    """The Explicit axes. JAX checks the types of arrays that name an axis of one device, too."""
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in axes if kind == AxisType.Explicit)
+
+
 def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     """Numbers for each token, split over Explicit axes as the tokens of `x` are.
 
@@ -183,7 +187,7 @@ def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     that Explicit axes split in other ways. The last axis of `x` is no axis of tokens.
     """
     mesh = mesh_of((x, *numbers))
-    if not axes_of_kind(mesh, AxisType.Explicit):
+    if not _named_in_types(mesh):
         return list(numbers)
     specs = [explicit_splits(a) for a in (x, *numbers)]
     specs[0] = specs[0][:-1]
@@ -227,15 +231,22 @@ def _over_explicit_axes(
     *,
     leaves_auto: bool = False,
 ) -> tuple[jax.Array, ...]:
-    named = lambda split: tuple(name for name in split if name in axes)
-    splits = [tuple(map(named, explicit_splits(a))) for a in args]
-    layout = Layout.make(roles, whole, splits)
+    types = list(map(explicit_splits, args))
+    # An axis of one device splits nothing: it decides neither kernels nor exchanges. Only the types
+    # of the results name it.
+    several = axes_of_kind(mesh, AxisType.Explicit)
+    layout = Layout.make(roles, whole, [_only(several, splits) for splits in types])
+    of_types = Layout.make(roles, whole, types).results
+    results_as = [
+        named if _only(several, named) == own else own
+        for named, own in zip(of_types, layout.results, strict=True)
+    ]
     layout.warn_of_repeated_work()
     run = jax.shard_map(
         layout.of_device(local, key, roles),
         mesh=mesh,
         in_specs=tuple(map(to_spec, layout.args)),
-        out_specs=tuple(map(to_spec, layout.results)),
+        out_specs=tuple(map(to_spec, results_as)),
         # Without names `shard_map` maps over all axes except for one over which `jax.vmap` splits
         # its members, which JAX refuses to name. With names it leaves Auto axes to XLA.
         axis_names=set(axes) if leaves_auto else frozenset(),
@@ -249,3 +260,8 @@ def _over_explicit_axes(
     exchanged = {name for split in whole.parts for name in split}
     varying = varying_axes(args) - exchanged
     return tuple(vary(a, varying) for a in results)
+
+
+def _only(axes: Split, splits: Splits) -> Splits:
+    """The splits over these mesh axes alone."""
+    return tuple(tuple(name for name in names if name in axes) for names in splits)

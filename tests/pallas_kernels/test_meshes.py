@@ -80,8 +80,25 @@ IN_NORMAL_RUN = {
     ],
 )
 def test_values_and_gradients(layout, mode, transform):
+    check(layout, mode, transform, mesh_programs.AXES)
+
+
+@pytest.mark.parametrize(
+    "layout, sizes",
+    [
+        ("fsdp and tensor", (1, 1, 1)),
+        ("sequence", (4, 2, 1)),
+        pytest.param("fsdp and tensor", (4, 2, 1), marks=pytest.mark.full),
+        pytest.param("fsdp and tensor", (1, 4, 2), marks=pytest.mark.full),
+    ],
+)
+def test_explicit_axes_of_one_device(layout, sizes):
+    """The types of arrays name such axes, too, and JAX compares the types of a scan's carry."""
+    check(layout, "explicit", "scan", dict(zip(mesh_programs.AXES, sizes, strict=True)))
+
+
+def check(layout, mode, transform, axes):
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    axes = mesh_programs.AXES
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
     specs = mesh_programs.specs(LAYOUTS[layout], transform)
     put = lambda name, a: jax.device_put(a, NamedSharding(mesh, specs[name]))
