@@ -146,8 +146,9 @@ def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Arr
     wanted = (splits[0], (), heads, ())
     if wanted == splits:
         return a
-    idle = sorted({name for split in splits for name in split} - {*splits[0], *heads})
-    warn_of_idle_axes(tuple(idle), mosaic_gpu.PARTS)
+    several = {name for split in splits for name in split if mesh.shape[name] > 1}
+    if idle := tuple(sorted(several - {*splits[0], *heads})):
+        warn_of_idle_axes(idle, mosaic_gpu.PARTS)
     return split_as(wanted, a)
 
 
