@@ -1,6 +1,7 @@
 """The distillation losses compile for an H100: memory, passes over the logits, and collectives.
 
-Each program takes two to five seconds to compile. Nothing runs.
+The kernels compile for other GPUs, too. Each program takes two to five seconds to compile. Nothing
+runs.
 """
 
 import math
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from aot.harness import Case
+from aot.harness import ARCHS, Case
 from benchmarks.training.schedule import Schedule
 from pallas_kernels import linear_distillation_loss, linear_distillation_loss_top_k
 
@@ -229,6 +230,20 @@ def test_kernels_make_all_passes(compiled, chip, case):
         # Two accesses of 16 bytes to each array; narrow parts have smaller ones.
         assert max(kernel.loads) == 16, kernel
         print(kernel.name, kernel.registers, kernel.loads, kernel.stores)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", ["jensen_shannon, kernels"])
+@pytest.mark.parametrize("chip", ["a100", "l4", "b200"])
+def test_kernels_compile_for_other_gpus(compiled, chip, case):
+    """4 s each."""
+    program = compiled(chip, case)
+    names = {"distillation_sums", "distillation_mixture", "distillation_dlogits"}
+    assert program.calls.keys() == names
+    for kernel in program.kernels:
+        assert kernel.arch == ARCHS[chip]
+        assert kernel.spill_bytes == 0 and not kernel.warnings, kernel
+        assert max(kernel.loads) == 16, kernel
 
 
 @pytest.mark.oldest

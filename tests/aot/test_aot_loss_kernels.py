@@ -63,13 +63,16 @@ def logits_cases() -> dict[str, Case]:
 LOGITS_CASES = logits_cases()
 
 
-@each_chip
-@pytest.mark.parametrize("case", LOGITS_CASES)
+@pytest.mark.parametrize(
+    "chip, case",
+    [("b200", "loss_and_gradient-32001"), *(("h100", name) for name in LOGITS_CASES)],
+)
 def test_kernel_over_logits(compiled, chip, case):
+    """Blackwell runs this kernel of the loss alone. 3 s there."""
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
     (kernel,) = program.kernels
-    assert_runs_well(kernel)
+    assert_runs_well(kernel, chip)
     # All logits go through TMA. Lanes load and store only single numbers of a row.
     assert kernel.tma_loads > 0 and (kernel.tma_stores > 0) == ("gradient" in case)
     assert set(kernel.loads) | set(kernel.stores) <= {2, 4}, kernel

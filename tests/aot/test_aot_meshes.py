@@ -6,6 +6,7 @@ weights that are split by columns. `--full` compiles the whole cross of layouts,
 transforms. A program takes 20 s of one core, and 15 s more if its kernels are new.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -68,6 +69,18 @@ MIXED = Case(
 )
 
 
+# Axes of one device split nothing, also where types of arrays name them.
+OF_ONE_DEVICE = {
+    f"{data} x {tensor}": dataclasses.replace(
+        MIXED,
+        mesh={"data": data, "tensor": tensor},
+        specs=(P("data"), P("data"), P("tensor", "data"), P("data")),
+        auto=(),
+    )
+    for data, tensor in ((1, 1), (8, 1))
+}
+
+
 def _by_tokens(a):
     return jax.lax.with_sharding_constraint(a, P("data"))
 
@@ -103,6 +116,7 @@ CONSTRAINED = {
 CASES = (
     {name_of(*case): make_case(*case) for case in mesh_programs.cases()}
     | {"mixed": MIXED}
+    | OF_ONE_DEVICE
     | CONSTRAINED
 )
 NORMAL = {
@@ -116,7 +130,7 @@ NORMAL = {
 PARAMS = [
     pytest.param("h100", name, id=name, marks=() if name in NORMAL else pytest.mark.full)
     for name in CASES
-    if name not in ("mixed", *CONSTRAINED)
+    if name not in ("mixed", *OF_ONE_DEVICE, *CONSTRAINED)
 ]
 each_program = pytest.mark.parametrize("chip, case", PARAMS)
 
@@ -191,6 +205,26 @@ def test_explicit_axes_beside_an_auto_axis(compiled, chip, case):
         found[collective.kind] += collective.times * sum(map(math.prod, collective.results))
     assert found.keys() == {"all-reduce"}
     assert V * D + D <= found["all-reduce"] <= V * D + D + SCALARS
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", list(OF_ONE_DEVICE))
+def test_explicit_axes_of_one_device(compiled, chip, case):
+    """The kernels are those of a whole vocabulary. 11 s and 5 s."""
+    program = compiled(chip, case)
+    names = {kernel.name for kernel in program.kernels}
+    assert names >= {"rms_norm_fwd", "rms_norm_bwd", "linear_exponentials"}, names
+    assert "loss_of_logits" not in names
+    found: Counter[str] = Counter()
+    for collective in Schedule(program.hlo).collectives():
+        found[collective.kind] += collective.times * sum(map(math.prod, collective.results))
+    if case == "1 x 1":
+        assert not found
+        return
+    assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert found["all-gather"] == V * D + D
+    assert found["reduce-scatter"] == (V * D + D) // 8
+    assert found["all-reduce"] <= SCALARS
 
 
 @pytest.mark.parametrize("chip", ["h100"])
