@@ -158,8 +158,8 @@ class Settings:
         size = self.num_bytes(Chunk(chunk, part), x, teacher, vocab_size) / 2**20
         alone = 2 if self.tail is None else 1
         # The product of the gradient of a low-rank update is small.
-        with_gradients = alone + 2 - self.is_low_rank
-        products = f"{with_gradients} matrix products with gradients, {alone} without"
+        num = alone + 2 - self.is_low_rank
+        products = f"{num} matrix products with all gradients, {alone} without gradients"
         text = (
             f"chunks of tokens: {products}\n"
             f"  {number} x ({chunk} tokens x {vocab_size} columns), {size:.1f} MiB of logits"

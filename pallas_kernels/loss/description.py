@@ -25,9 +25,10 @@ class LossPlan:
     """The plan of `linear_cross_entropy` for some shapes; `str` makes a text to print.
 
     A plan decides which part of the logits is in memory at a time. Products are matrix products of
-    `2·T·D·V` FLOPs. "With gradients" means the gradients of `x` and `weight`. Memory is in bytes on
-    each device. It counts logits, or the exponentials that some plans keep in place of logits. It
-    counts neither arguments nor results.
+    `2·T·D·V` FLOPs. "With gradients" means the gradients of both `x` and `weight`. A plan does not
+    know whether a program takes both: with a frozen weight it has fewer products. Memory is in
+    bytes on each device. It counts logits, or the exponentials that some plans keep in place of
+    logits. It counts neither arguments nor results.
 
     Attributes:
       name: `"all logits"`, `"token chunks"`, `"column chunks"` or `"in place"`.
@@ -59,14 +60,14 @@ class LossPlan:
     bytes_in_dweight: int
 
     def __str__(self) -> str:
-        products = f"{self.num_products} matrix products with gradients, {self.num_products_alone}"
+        products = f"{self.num_products} matrix products with all gradients"
         memory = f"{self.logits_bytes / _MIB:.1f} MiB of logits or exponentials with gradients, "
         if self.bytes_in_dweight:
             memory += f"{self.bytes_in_dweight / _MIB:.1f} MiB more in the memory of dweight, "
         chunks = f"{self.num_chunks} x ({self.chunk_size} tokens x {self.num_columns} columns)"
         lines = [
             f"{self.name}, implementation={self.implementation!r}",
-            f"  {products} without",
+            f"  {products}, {self.num_products_alone} without gradients",
             f"  {memory}{self.logits_bytes_alone / _MIB:.1f} MiB without",
             f"  chunks: {chunks}",
             f"  why: {self.reason}",

@@ -192,7 +192,7 @@ def test_it_says_that_xla_computes_it(on_h100, of_top_k):
     size = BIG_CHUNK * BIG_V * 4 * (1 if of_top_k else 2) / 2**20
     assert choice.plan is not None
     assert f"16 x ({BIG_CHUNK} tokens x {BIG_V} columns), {size:.1f} MiB" in choice.plan
-    assert f"{3 if of_top_k else 4} matrix products with gradients" in choice.plan
+    assert f"{3 if of_top_k else 4} matrix products with all gradients" in choice.plan
     for name in ("require", "mosaic_gpu"):
         with pytest.raises(NotImplementedError, match=reason):
             jax.eval_shape(functools.partial(fn, implementation=name), *shapes(of_top_k))
@@ -216,7 +216,7 @@ def test_it_says_that_kernels_compute_it(on_h100):
     with require_kernels():
         (choice,) = explain(linear_distillation_loss, *args).choices
     assert choice.implementation == "mosaic_gpu" and choice.reason is None
-    assert choice.plan is not None and "4 matrix products with gradients" in choice.plan
+    assert choice.plan is not None and "4 matrix products with all gradients" in choice.plan
     assert "3 x (1536 tokens x 128256 columns), 501.0 MiB of logits" in choice.plan
     assert "with gradients, teacher's logits of 512 tokens at a time" in choice.plan
 

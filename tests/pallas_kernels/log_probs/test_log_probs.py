@@ -321,14 +321,17 @@ def test_explain_counts_the_products_of_a_token_loss(options, products):
     sum_of = (lambda a, *_: -a) if options.get("per_token") else (lambda a, *_: -a.sum())
     fn = lambda x, weight: linear_token_loss(x, weight, jnp.zeros(256, int), sum_of, (), **options)
     (choice,) = explain(fn, x, weight).choices
-    assert f"{products} matrix products with gradients, 1 without" in str(choice.plan)
+    assert f"{products} matrix products with all gradients, 1 without gradients" in str(choice.plan)
 
 
 def test_explain_names_the_operation():
     x, weight, labels = jnp.zeros((2, 4)), jnp.zeros((5, 4)), jnp.array([0, 3])
     (choice,) = explain(linear_log_probs, x, weight, labels).choices
     assert (choice.operation, choice.implementation) == ("linear_log_probs", "xla")
-    assert choice.plan is not None and "4 matrix products with gradients, 1 without" in choice.plan
+    assert (
+        choice.plan is not None
+        and "4 matrix products with all gradients, 1 without gradients" in choice.plan
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +358,7 @@ def test_kept_exponentials_take_three_products():
     for keeps, products in ((True, 3), (False, 4)):
         fn = functools.partial(linear_log_probs, keep_exponentials=keeps)
         (choice,) = explain(fn, x, weight, labels).choices
-        assert f"{products} matrix products with gradients" in str(choice.plan)
+        assert f"{products} matrix products with all gradients" in str(choice.plan)
         assert ("why: The caller asks for keep_exponentials=True." in str(choice.plan)) == keeps
 
 
