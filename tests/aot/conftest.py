@@ -15,7 +15,12 @@ type Programs = dict[tuple[str, str, str], Future[dict[tuple[str, str], Program 
 # start, and the last two groups have eight such starts less on each JAX.
 TOGETHER = (
     ("test_aot_linear_cross_entropy", "test_aot_log_probs", "test_aot_loss_kernels"),
-    ("test_aot_log_probs_on_meshes", "test_aot_meshes", "test_aot_x64"),
+    (
+        "test_aot_log_probs_on_meshes",
+        "test_aot_mesh_transformer",
+        "test_aot_meshes",
+        "test_aot_x64",
+    ),
     ("test_aot_frameworks", "test_aot_patching"),
     ("test_aot_fp8", "test_aot_fp8_quantize"),
     ("test_aot_fp8_llama", "test_aot_llama"),

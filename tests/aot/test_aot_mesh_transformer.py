@@ -1,0 +1,94 @@
+"""A transformer in Flax NNX on Explicit axes, compiled for eight H100s: FSDP and tensor parallelism.
+
+All layers, the attention with its projections and the embeddings are in one program.
+`tests/pallas_kernels/test_mesh_transformer.py` checks its numbers.
+"""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import Case, Program
+from benchmarks.training.schedule import Schedule
+from support import mesh_transformer
+
+pytestmark = pytest.mark.oldest
+FSDP, TENSOR = 4, 2
+# A device has the norms, the MLP and the loss of `test_aot_meshes.py`, so only the kernels of the
+# attention are new to the process that compiles both.
+B, S, D, F, V = 16, 2048, 512, 1024, 2048
+L, N, K, H = 3, 4, 2, 64
+SIZES = mesh_transformer.Sizes(
+    hidden=D,
+    intermediate=F,
+    num_heads=N,
+    num_kv_heads=K,
+    head_size=H,
+    vocabulary=V,
+    num_layers=L,
+    dtype=jnp.bfloat16,
+)
+TOKENS = jax.ShapeDtypeStruct((B, S), jnp.int32)
+
+
+def loss_and_gradients(*arrays):
+    params = jax.tree.unflatten(jax.tree.structure(mesh_transformer.shapes(SIZES)), arrays[:-3])
+    return mesh_transformer.gradients_of(SIZES)(params, *arrays[-3:])
+
+
+CASES = {
+    "explicit": Case(
+        loss_and_gradients,
+        (*jax.tree.leaves(mesh_transformer.shapes(SIZES)), *(TOKENS,) * 3),
+        mesh={"fsdp": FSDP, "tensor": TENSOR},
+        specs=(*jax.tree.leaves(mesh_transformer.specs(SIZES)), *(mesh_transformer.TOKENS,) * 3),
+        is_explicit=True,
+    )
+}
+KERNELS = {
+    "rms_norm_fwd",
+    "rms_norm_bwd",
+    "attention_forward",
+    "attention_backward_dq",
+    "attention_backward_dkdv",
+    "add_rms_norm_fwd",
+    "add_rms_norm_bwd",
+    "gated_matmul",
+    "gated_matmul_backward",
+    "loss_of_logits",
+}
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "explicit")])
+def test_every_kernel_runs(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    assert {kernel.name for kernel in program.kernels} == KERNELS
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "explicit")])
+def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
+    """The elements of the results of all collectives, on one device."""
+    program: Program = compiled(chip, case)
+    found: Counter[str] = Counter()
+    for collective in Schedule(program.hlo).collectives():
+        found[collective.kind] += collective.times * sum(map(math.prod, collective.results))
+    of_layer = (2 * D * (N + K) * H + 3 * D * F) // TENSOR
+    of_head = V * D // TENSOR
+    tokens = B * S // FSDP
+    statistics = 5 * 2 * tokens  # of the loss
+    scalars = found["all-reduce"] - (4 * L + 1) * tokens * D - (2 * L + 1) * D
+    assert 1 <= scalars <= 8
+    assert found == {
+        # Layers gather their weights in the forward and in the backward. A device looks up the
+        # tokens of all devices, and gets its embeddings from the devices of `tensor`.
+        "all-gather": 2 * L * of_layer + of_head + B * S + tokens * D + statistics,
+        "reduce-scatter": (L * of_layer + of_head) // FSDP,
+        # Columns of the embeddings and of their gradients, for tokens.
+        "all-to-all": 2 * tokens * D // TENSOR,
+        # The results of the attention and of the MLP, the gradients of their inputs and of the
+        # input of the head. The scales of the norms, and sums of the loss.
+        "all-reduce": (4 * L + 1) * tokens * D + (2 * L + 1) * D + scalars,
+    }
