@@ -102,7 +102,9 @@ class Transformer(nnx.Module):
             return nnx.merge(graphdef, state)(x, bounds, angles), None
 
         x, _ = jax.lax.scan(layer, self._embedded(tokens), state)
-        return self.head(self.norm(x), labels)
+        loss = self.head(self.norm(x), labels)
+        assert isinstance(loss, jax.Array)  # it has no metrics
+        return loss
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         if not self.sizes.has_mesh:
