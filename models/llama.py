@@ -241,7 +241,7 @@ class Llama(nnx.Module):
     def _check(self, tokens: Int[Array, "B S"]) -> None:
         """Raises a ValueError if the layers cannot run as they are configured, or on the mesh."""
         config = self.config
-        check_mesh()
+        check_mesh(self.embed_tokens.embedding[...])
         if config.remat == AUTO_REMAT:
             raise ValueError(
                 f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "

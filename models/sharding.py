@@ -184,14 +184,28 @@ def _xla_partitions() -> bool:
     return not mesh.empty and not mesh.are_all_axes_manual
 
 
-def check_mesh() -> None:
-    """Raises a ValueError unless XLA can split the model over the mesh in context, if there is one.
+def check_mesh(param: Any) -> None:
+    """Checks that XLA can split the model over the mesh in context, if there is one.
 
     The layout names the axes `data` and `fsdp`, and leaves what is between them to XLA.
+
+    Args:
+      param: Parameter of the model, an array of JAX or NumPy.
+
+    Raises:
+      ValueError: The mesh in context has other axes, or `param` is on several devices and no mesh
+        is in context.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    of_param = jax.typeof(param).sharding.mesh
+    if mesh.empty and of_param.size > 1:
+        raise ValueError(
+            f"the parameters are on a mesh of {of_param.size} devices that is not in context, so "
+            "each layer would gather the tokens of all devices; run the model under "
+            "jax.set_mesh(mesh)"
+        )
     if not _xla_partitions():
         return
-    mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(name not in kinds for name in BATCH_AXES) or AxisType.Explicit in kinds.values():
         axes = ", ".join(f"{name!r} ({kind.name})" for name, kind in kinds.items())

@@ -376,6 +376,16 @@ def test_a_mesh_that_the_model_does_not_know_raises(sizes, kind, found):
         jax.eval_shape(nnx.merge(graphdef, params), packed_batch()["tokens"])
 
 
+def test_parameters_on_a_mesh_that_is_not_in_context_raise():
+    """Without the mesh, XLA gathers the tokens of all devices in each layer."""
+    mesh = mesh_of(2, 4)
+    graphdef, params = parameters()
+    params = jax.device_put(params, parameter_shardings(params, mesh))
+    hidden_of = lambda params, tokens: nnx.merge(graphdef, params)(tokens)
+    with pytest.raises(ValueError, match=r"mesh of 8 devices .* under jax\.set_mesh\(mesh\)"):
+        jax.eval_shape(jax.jit(hidden_of), params, packed_batch()["tokens"])
+
+
 def test_the_devices_need_not_divide_a_batch(caplog):
     """A few prompts, for example: no kernel warns that it gathers them again."""
     mesh = mesh_of(2, 4)
