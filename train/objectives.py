@@ -1,6 +1,8 @@
-"""The losses of preferences and of distillation, as sums over a batch, and their metrics.
+"""The losses of the objectives, as sums over a batch, and their metrics.
 
-The loss of `sft` is `train.step.loss_and_sums`.
+Each loss is `scale` times a sum in nats. `scale` is a factor inside the loss: outside, it would
+cost a product with every gradient. Only the loss has gradients.
+`linear_cross_entropy` describes `counted_fraction`.
 """
 
 import functools
@@ -53,6 +55,57 @@ def model_and_hidden(
     return model, model(batch["tokens"], positions=positions, segment_ids=segment_ids)
 
 
+def loss_and_sums(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    batch: Batch,
+    scale: Scale = 1.0,
+    *,
+    z_loss: float = 0.0,
+    counted_fraction: float = 1.0,
+) -> tuple[Float[Array, ""], Sums]:
+    """The loss of the tokens of a batch `[B, S]`: `linear_cross_entropy` with `z_loss`.
+
+    Returns:
+      The loss, and two sums: "nll_sum", the negative log-likelihood without z-loss, and
+      "correct_sum", the number of tokens whose label has the largest logit.
+    """
+
+    def of_batch(params, batch, scale):
+        model, hidden = model_and_hidden(graphdef, params, batch)
+        labels = batch["labels"]
+        return _cross_entropy(model, hidden, labels, scale, counted_fraction, z_loss=z_loss)
+
+    return sum_over_devices(of_batch)(params, batch, scale)
+
+
+def _cross_entropy(
+    model: Llama,
+    hidden: Float[Array, "B S D"],
+    labels: Shaped[Array, "B S"],
+    scale: Scale,
+    counted_fraction: float,
+    *,
+    z_loss: float = 0.0,
+) -> tuple[Float[Array, ""], Sums]:
+    loss, metrics = linear_cross_entropy(
+        hidden,
+        model.output_weight,
+        labels,
+        token_weights=jnp.full(labels.shape, scale, jnp.float32),
+        ignore_index=IGNORED,
+        reduction="sum",
+        z_loss=z_loss,
+        counted_fraction=counted_fraction,
+        vocab_axis=tensor_axis(),
+        return_metrics=True,
+        implementation=model.config.implementation,
+    )
+    # In float32, because XLA adds it up with the other sums in one exchange.
+    count = jnp.sum(labels != IGNORED, dtype=jnp.float32)
+    return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
+
+
 def num_pairs(labels: Shaped[Array, "*A B S"]) -> Shaped[Array, ""]:
     """The number of pairs of rows that have a label."""
     has_label = jnp.any(labels != IGNORED, axis=-1)
@@ -63,12 +116,12 @@ def preference_loss_and_sums(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     batch: Batch,
+    scale: Scale = 1.0,
     *,
     beta: float,
     counted_fraction: float = 1.0,
-    scale: Scale = 1.0,
 ) -> tuple[Float[Array, ""], Sums]:
-    """`scale` times the summed loss of the pairs of a batch (`dpo_loss`), and sums for metrics.
+    """The loss of the pairs of a batch (`dpo_loss`), and sums for metrics.
 
     Rows 2·i and 2·i + 1 are the chosen and the rejected sequence of a pair. `batch["reference"]`
     has the sum of the reference's log-probabilities of each row.
@@ -145,22 +198,20 @@ def sequence_log_probs(
 
 def distillation_loss_and_sums(
     graphdef: nnx.GraphDef,
-    params: nnx.State,
     teacher_graphdef: nnx.GraphDef,
-    teacher: nnx.State,
+    params: nnx.State,
     batch: Batch,
+    scale: Scale,
+    teacher: nnx.State,
     *,
     config: DistillConfig,
     counted_fraction: float = 1.0,
-    scale: Scale = 1.0,
 ) -> tuple[Float[Array, ""], Sums]:
-    """`scale` times the summed loss of a batch, and sums for metrics; see `DistillConfig`.
-
-    Only positions with a label count.
+    """The loss of `DistillConfig` at the tokens of a batch that have a label.
 
     Returns:
       The loss, and "divergence_sum", the sum of the divergences. With `label_weight` there are
-      also the sums of `train.step.loss_and_sums`.
+      also the sums of `loss_and_sums`.
     """
 
     def of_batch(both, batch, scale):
@@ -168,14 +219,7 @@ def distillation_loss_and_sums(
         model, hidden = model_and_hidden(graphdef, params, batch)
         frozen, teacher_hidden = model_and_hidden(teacher_graphdef, teacher, batch)
         labels = batch["labels"]
-        counts = labels != IGNORED
         factor = scale * (1 - config.label_weight) * config.temperature**2
-        options: dict[str, Any] = {
-            "reduction": "sum",
-            "counted_fraction": counted_fraction,
-            "vocab_axis": tensor_axis(),
-            "implementation": model.config.implementation,
-        }
         loss = linear_distillation_loss(
             hidden,
             model.output_weight,
@@ -183,23 +227,19 @@ def distillation_loss_and_sums(
             frozen.output_weight,
             divergence="jensen_shannon" if config.divergence == "jsd" else config.divergence,
             temperature=config.temperature,
-            token_weights=jnp.where(counts, factor, 0.0).astype(jnp.float32),
-            **options,
+            token_weights=jnp.where(labels != IGNORED, factor, 0.0).astype(jnp.float32),
+            reduction="sum",
+            counted_fraction=counted_fraction,
+            vocab_axis=tensor_axis(),
+            implementation=model.config.implementation,
         )
         sums: dict[str, Any] = {"divergence_sum": loss / factor}
-        if config.label_weight:
-            of_labels, metrics = linear_cross_entropy(
-                hidden,
-                model.output_weight,
-                labels,
-                token_weights=jnp.full(labels.shape, scale * config.label_weight, jnp.float32),
-                ignore_index=IGNORED,
-                return_metrics=True,
-                **options,
+        if weight := config.label_weight:
+            of_labels, sums_of_labels = _cross_entropy(
+                model, hidden, labels, scale * weight, counted_fraction
             )
             loss += of_labels
-            count = jnp.sum(counts, dtype=jnp.float32)
-            sums |= {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
+            sums |= sums_of_labels
         return loss, jax.lax.stop_gradient(sums)
 
     return sum_over_devices(of_batch)((params, teacher), batch, scale)

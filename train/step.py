@@ -15,22 +15,15 @@ from jaxtyping import Array, Float, Key
 
 from models.config import LlamaConfig
 from models.llama import Llama
-from models.sharding import (
-    parameter_path,
-    parameter_shardings,
-    replicated,
-    sum_over_devices,
-    tensor_axis,
-)
-from pallas_kernels import linear_cross_entropy
+from models.sharding import parameter_path, parameter_shardings, replicated
 from train.config import TrainConfig
 from train.data import IGNORED
 from train.guard import Guard, initial_guard, judge
 from train.objectives import (
     Batch,
     distillation_loss_and_sums,
+    loss_and_sums,
     metrics_of,
-    model_and_hidden,
     num_pairs,
     preference_loss_and_sums,
 )
@@ -118,48 +111,6 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     opt_state = jax.tree_util.tree_map_with_path(sharding, state.opt_state)
     guard = jax.tree.map(lambda _: replicated(mesh), state.guard)
     return TrainState(replicated(mesh), params, opt_state, guard)
-
-
-def loss_and_sums(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    batch: Batch,
-    *,
-    z_loss: float = 0.0,
-    counted_fraction: float = 1.0,
-    scale: Float[Array, ""] | float = 1.0,
-) -> tuple[Float[Array, ""], Metrics]:
-    """`scale` times the summed loss of a batch `[B, S]`, in nats, and sums for metrics.
-
-    `scale` is a factor inside the loss. Outside, it would cost a product with every gradient.
-    `linear_cross_entropy` describes `z_loss` and `counted_fraction`.
-
-    Returns:
-      The loss, and two sums: "nll_sum", the negative log-likelihood without z-loss, and
-      "correct_sum", the number of tokens whose label has the largest logit. Only the loss has
-      gradients.
-    """
-
-    def of_batch(params, batch, scale):
-        model, hidden = model_and_hidden(graphdef, params, batch)
-        loss, metrics = linear_cross_entropy(
-            hidden,
-            model.output_weight,
-            batch["labels"],
-            token_weights=jnp.full(batch["labels"].shape, scale, jnp.float32),
-            ignore_index=IGNORED,
-            reduction="sum",
-            z_loss=z_loss,
-            counted_fraction=counted_fraction,
-            vocab_axis=tensor_axis(),
-            return_metrics=True,
-            implementation=model.config.implementation,
-        )
-        # In float32, because XLA adds it up with the other sums in one exchange.
-        count = jnp.sum(batch["labels"] != IGNORED, dtype=jnp.float32)
-        return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
-
-    return sum_over_devices(of_batch)(params, batch, scale)
 
 
 def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.State]]:
@@ -255,38 +206,16 @@ def _in_rows(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def _loss_of(config: TrainConfig) -> Callable[..., tuple[Float[Array, ""], Metrics]]:
     """A function `(params, batch, scale, *frozen)` to the loss of a batch `[B, S]`, and sums."""
-    graphdef, counted_fraction = model_graph(config.model), config.counted_fraction
+    graphdef = model_graph(config.model)
     match config.objective:
         case "sft":
-            return lambda params, batch, scale: loss_and_sums(
-                graphdef,
-                params,
-                batch,
-                z_loss=config.z_loss,
-                counted_fraction=counted_fraction,
-                scale=scale,
-            )
+            loss = functools.partial(loss_and_sums, graphdef, z_loss=config.z_loss)
         case "dpo":
-            return lambda params, batch, scale: preference_loss_and_sums(
-                graphdef,
-                params,
-                batch,
-                beta=config.dpo.beta,
-                counted_fraction=counted_fraction,
-                scale=scale,
-            )
+            loss = functools.partial(preference_loss_and_sums, graphdef, beta=config.dpo.beta)
         case "distill":
-            of_teacher = model_graph(teacher_model(config))
-            return lambda params, batch, scale, teacher: distillation_loss_and_sums(
-                graphdef,
-                params,
-                of_teacher,
-                teacher,
-                batch,
-                config=config.distill,
-                counted_fraction=counted_fraction,
-                scale=scale,
-            )
+            graphdefs = graphdef, model_graph(teacher_model(config))
+            loss = functools.partial(distillation_loss_and_sums, *graphdefs, config=config.distill)
+    return functools.partial(loss, counted_fraction=config.counted_fraction)
 
 
 def make_train_step(config: TrainConfig) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -360,23 +289,17 @@ def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]
     "num_pairs". Then the model runs as in training, also in FP8, because the reference ran so.
     """
     if config.objective == "dpo":
-        return _make_preference_eval_step(config)
+        loss_of = _loss_of(config)
+
+        def of_pairs(params: nnx.State, batch: Batch) -> Metrics:
+            loss, sums = loss_of(params, batch, 1.0)
+            return {**sums, "loss_sum": loss, "num_pairs": num_pairs(batch["labels"])}
+
+        return of_pairs
     graphdef = model_graph(dataclasses.replace(config.model, fp8=None))
 
-    def eval_step(params: nnx.State, batch: Batch) -> Metrics:
-        return {
-            **loss_and_sums(graphdef, params, batch)[1],
-            "num_tokens": jnp.sum(batch["labels"] != IGNORED),
-        }
+    def of_tokens(params: nnx.State, batch: Batch) -> Metrics:
+        _, sums = loss_and_sums(graphdef, params, batch)
+        return {**sums, "num_tokens": jnp.sum(batch["labels"] != IGNORED)}
 
-    return eval_step
-
-
-def _make_preference_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]:
-    loss_of = _loss_of(config)
-
-    def eval_step(params: nnx.State, batch: Batch) -> Metrics:
-        loss, sums = loss_of(params, batch, 1.0)
-        return {**sums, "loss_sum": loss, "num_pairs": num_pairs(batch["labels"])}
-
-    return eval_step
+    return of_tokens

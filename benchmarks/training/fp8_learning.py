@@ -57,6 +57,7 @@ from train import data
 from train.config import DataConfig, OptimizerConfig, TrainConfig, fast_dtype
 from train.distributed import to_devices
 from train.evaluate import measure
+from train.objectives import loss_and_sums
 from train.planner.plan import abstract_batch
 from train.reporting.rows import write_whole
 from train.setup import step_batch
@@ -65,7 +66,6 @@ from train.step import (
     abstract_state,
     init_state,
     jit_train_step,
-    loss_and_sums,
     make_eval_step,
     memory_in_bytes,
     model_graph,

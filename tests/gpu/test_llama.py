@@ -23,7 +23,8 @@ from pallas_kernels.gpu.device import target_device
 from support.numerics import assert_as_accurate, assert_trees_as_accurate
 from support.on_gpu import as_float64, large
 from train.data import SyntheticDataset
-from train.step import loss_and_sums, model_graph
+from train.objectives import loss_and_sums
+from train.step import model_graph
 from train.xla_flags import compiler_options
 
 pytestmark = pytest.mark.gpu

@@ -36,7 +36,8 @@ from support.split_llama import (
     packed_batch,
     parameters,
 )
-from train.step import loss_and_sums, model_graph
+from train.objectives import loss_and_sums
+from train.step import model_graph
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

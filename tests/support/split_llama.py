@@ -13,7 +13,8 @@ from models.config import LlamaConfig
 from models.llama import Llama
 from models.rope import RopeParameters
 from models.sharding import batch_sharding, make_mesh, parameter_path, parameter_shardings
-from train.step import loss_and_sums, model_graph
+from train.objectives import loss_and_sums
+from train.step import model_graph
 
 # No two of these sizes, or of their parts on up to eight devices, are equal, so a size in a
 # compiled program says what it is of.

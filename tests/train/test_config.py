@@ -47,9 +47,10 @@ from train.config import (
     preset,
 )
 from train.data import Corpus, SyntheticDataset
+from train.objectives import loss_and_sums
 from train.optimizers import make_optimizer
 from train.setup import Datasets, compile_steps
-from train.step import init_state, jit_train_step, loss_and_sums, make_train_step, model_graph
+from train.step import init_state, jit_train_step, make_train_step, model_graph
 from train.teacher import abstract_frozen
 
 MODEL = dataclasses.replace(

@@ -18,10 +18,10 @@ from support.numerics import assert_trees_as_accurate
 from support.textbook_llama import textbook_logits
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
 from train.data import IGNORED, PackedDataset
+from train.objectives import loss_and_sums
 from train.optimizers import make_optimizer
 from train.step import (
     init_state,
-    loss_and_sums,
     make_eval_step,
     make_train_step,
     model_graph,
