@@ -1,9 +1,11 @@
 """Hugging Face folders that a run starts from or writes: model, parameters and tokenizer."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -41,6 +43,15 @@ _OWN_FIELDS = (
     "fp8",
     "attention_implementation",
 )
+
+
+@contextlib.contextmanager
+def folder_errors() -> Iterator[None]:
+    """Turns the errors of `models`, which name the file and the remedy, into FolderErrors."""
+    try:
+        yield
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise FolderError(text_of(error)) from error
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -89,10 +100,8 @@ def stored_dtype(folder: Path) -> str:
     Raises:
       FolderError: A file is missing or damaged.
     """
-    try:
+    with folder_errors():
         return Checkpoint(folder).dtype
-    except (OSError, ValueError) as error:
-        raise FolderError(text_of(error)) from error
 
 
 def check_model(folder: Path, config: LlamaConfig) -> None:
@@ -122,11 +131,8 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
     """
     check_model(folder, config)
     own = {name: getattr(config, name) for name in _OWN_FIELDS}
-    try:
-        model = load_pretrained(folder, mesh=mesh, **own)
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise FolderError(text_of(error)) from error
-    return nnx.state(model, nnx.Param)
+    with folder_errors():
+        return nnx.state(load_pretrained(folder, mesh=mesh, **own), nnx.Param)
 
 
 def check_finite(name: str, params: nnx.State, remedy: str) -> None:
@@ -159,12 +165,11 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _is_there(file: Path, most: int) -> bool:
-    try:
-        check_file(file, most)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError) as error:
-        raise FolderError(text_of(error)) from error
+    with folder_errors():
+        try:
+            check_file(file, most)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
     return True
 
 
@@ -196,7 +201,7 @@ def copy_tokenizer(
     given = {"bos_token": bos_token, "eos_token": eos_token}
     given = {name: token or None for name, token in given.items() if token is not None}
     content = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    try:
+    with folder_errors():
         # A file that the user named may be a link to anywhere.
         for path in sources.values() if file == tokenizer else (file, *sources.values()):
             check_stays_inside(path, file.parent)
@@ -206,9 +211,7 @@ def copy_tokenizer(
         if given and (config_file := sources.get(_TOKENIZER_CONFIG_FILE)):
             content = read_json(config_file)
             if not isinstance(content, dict):
-                raise ValueError(f"{config_file} must be a JSON object; repair or remove it")
-    except (OSError, ValueError) as error:
-        raise FolderError(text_of(error)) from error
+                raise FolderError(f"{config_file} must be a JSON object; repair or remove it")
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in {TOKENIZER_FILE: file, **sources}.items():

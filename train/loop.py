@@ -87,17 +87,16 @@ def run(config: TrainConfig) -> Path:
         check_fp8(config.model.fp8)
     if config.init_from:
         check_model(config.init_from, config.model)
-    if config.objective == "distill":
-        check_teacher(config)
-        abstract_frozen(config, mesh)  # raises if the mesh cannot split the parameters
+    check_teacher(config)
+    abstract_frozen(config, mesh)  # raises if the mesh cannot split the parameters of a teacher
     tokenizer = data.load_tokenizer(config.data)
     check_sample(config, tokenizer)
     if is_first():
         tell_of_contradiction(config, tokenizer)
     datasets = open_datasets(config)
     written: dict[str, Any] = {"config": config, "data": datasets.fingerprint}
-    if config.objective == "distill":
-        written["data"] = datasets.fingerprint | {"teacher": teacher_digest(config)}
+    if teacher := config.distill.teacher:
+        written["data"] = datasets.fingerprint | {"teacher": teacher_digest(teacher)}
     if config.model.remat == AUTO_REMAT:
         config, written["plan"] = with_planned_remat(config, mesh)
     with contextlib.ExitStack() as stack:

@@ -166,8 +166,8 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
 def _windows(config: TrainConfig) -> dict[str, int | None]:
     """The sliding windows of the model and of a teacher, by the names of their mean contexts."""
     found = {"mean_context": config.model.sliding_window}
-    if config.objective == "distill":
-        found["teacher_mean_context"] = teacher_model(config).sliding_window
+    if teacher := teacher_model(config):
+        found["teacher_mean_context"] = teacher.sliding_window
     return found
 
 
@@ -213,7 +213,9 @@ def _loss_of(config: TrainConfig) -> Callable[..., tuple[Float[Array, ""], Metri
         case "dpo":
             loss = functools.partial(preference_loss_and_sums, graphdef, beta=config.dpo.beta)
         case "distill":
-            graphdefs = graphdef, model_graph(teacher_model(config))
+            teacher = teacher_model(config)
+            assert teacher is not None  # `check_objective`
+            graphdefs = graphdef, model_graph(teacher)
             loss = functools.partial(distillation_loss_and_sums, *graphdefs, config=config.distill)
     return functools.partial(loss, counted_fraction=config.counted_fraction)
 

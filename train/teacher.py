@@ -15,40 +15,43 @@ from models.llama import abstract_parameters
 from models.llama_hf import read_config
 from train import data
 from train.config import TrainConfig
-from train.errors import FolderError, text_of
+from train.errors import FolderError
 from train.formats import number_of
 from train.hf_folder import (
     check_finite,
+    folder_errors,
     has_tokenizer,
     load_params,
     read_model_config,
 )
 
 
-def _folder(config: TrainConfig) -> Path:
-    assert config.distill.teacher is not None  # `check_objective`
-    return config.distill.teacher
-
-
-def teacher_model(config: TrainConfig) -> LlamaConfig:
+def teacher_model(config: TrainConfig) -> LlamaConfig | None:
     """The configuration of the teacher, which computes in the dtype of the run's model.
+
+    It is None if the run has no teacher.
 
     Raises:
       FolderError: The folder cannot be read.
     """
+    folder = config.distill.teacher
+    if folder is None:
+        return None
     like = dataclasses.replace(
         config.model, param_dtype="bfloat16", fp8=None, remat="none", mlp_chunk_size=0
     )
-    return read_model_config(_folder(config), like)
+    return read_model_config(folder, like)
 
 
 def check_teacher(config: TrainConfig) -> None:
-    """Checks that a teacher has the run's vocabulary, positions for its rows, and heads to split.
+    """Checks that a teacher, if there is one, suits the vocabulary, the rows and the mesh of a run.
 
     Raises:
-      FolderError: It has not, or its folder cannot be read.
+      FolderError: It does not, or its folder cannot be read.
     """
-    folder, teacher = _folder(config), teacher_model(config)
+    folder, teacher = config.distill.teacher, teacher_model(config)
+    if folder is None or teacher is None:
+        return
     if teacher.vocab_size != config.model.vocab_size:
         raise FolderError(
             f"the teacher in {folder} has a vocabulary of {teacher.vocab_size} tokens, and the "
@@ -99,34 +102,31 @@ def _check_tokenizer(config: TrainConfig, folder: Path) -> None:
         )
 
 
-def teacher_digest(config: TrainConfig) -> str:
-    """A hash of the teacher's configuration and of a part of its parameters (`Checkpoint.digest`).
+def teacher_digest(folder: Path) -> str:
+    """A hash of a teacher's configuration and of a part of its parameters (`Checkpoint.digest`).
 
     A run that resumes refuses a teacher with another one, also if it is in the same folder.
 
     Raises:
       FolderError: A file is missing or damaged.
     """
-    folder = _folder(config)
-    try:
+    with folder_errors():
         content = f"{read_config(folder)} {Checkpoint(folder).digest()}"
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise FolderError(text_of(error)) from error
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def load_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
-    """The parameters that no step changes: with the objective `distill`, those of the teacher.
+    """The parameters that no step changes: those of the teacher, if the run has one.
 
     They are split over the mesh as the run's parameters are.
 
     Raises:
       FolderError: A file is missing or damaged, or a parameter is not finite.
     """
-    if config.objective != "distill":
+    folder, teacher = config.distill.teacher, teacher_model(config)
+    if folder is None or teacher is None:
         return ()
-    folder = _folder(config)
-    params = load_params(folder, teacher_model(config), mesh)
+    params = load_params(folder, teacher, mesh)
     check_finite(str(folder), params, "name another teacher")
     leaves = jax.tree.leaves(params)
     size = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 2**30
@@ -143,10 +143,10 @@ def abstract_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
     Raises:
       FolderError: The folder cannot be read, or the mesh cannot split a parameter.
     """
-    if config.objective != "distill":
-        return ()
     teacher = teacher_model(config)
+    if teacher is None:
+        return ()
     try:
         return (abstract_parameters(teacher, mesh),)
     except ValueError as error:
-        raise FolderError(f"the teacher in {_folder(config)}: {error}") from error
+        raise FolderError(f"the teacher in {config.distill.teacher}: {error}") from error

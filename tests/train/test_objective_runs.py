@@ -258,7 +258,7 @@ def test_a_resume_refuses_another_teacher_in_the_same_folder(folder, tmp_path, m
     teacher = Path(shutil.copytree(folder / "teacher", tmp_path / "teacher"))
     config = config_of("distill", folder, tmp_path)
     config = dataclasses.replace(config, distill=DistillConfig(teacher=teacher))
-    digest = teacher_digest(config)
+    digest = teacher_digest(teacher)
     run_dir = tmp_path / "tiny"
     (run_dir / "checkpoints" / "3").mkdir(parents=True)
     written = {"config": config, "data": open_datasets(config).fingerprint | {"teacher": digest}}
@@ -278,10 +278,10 @@ def test_a_resume_refuses_another_teacher_in_the_same_folder(folder, tmp_path, m
     with pytest.raises(RunError, match=rf"started with corpus\.teacher '{digest}', now '\w+'\. Go"):
         run(config)
     save_pretrained(Llama(TEACHER, rngs=nnx.Rngs(7)), teacher)
-    assert teacher_digest(config) == digest
+    assert teacher_digest(teacher) == digest
     content = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
-    assert teacher_digest(config) != digest
+    assert teacher_digest(teacher) != digest
 
 
 @pytest.mark.parametrize("objective", ["dpo", "distill"])

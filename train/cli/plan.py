@@ -175,8 +175,7 @@ def _config_and_targets(
         sizes = dataclasses.replace(config.mesh, tensor=tensor)
         sizes = _all_sizes(sizes, len(devices), fixed_fsdp="--mesh.fsdp" in given)
         mesh = make_mesh(**dataclasses.asdict(sizes), devices=devices)
-        if config.objective == "distill":
-            check_teacher(dataclasses.replace(config, mesh=sizes))
+        check_teacher(dataclasses.replace(config, mesh=sizes))
         targets[sizes] = (
             target_elsewhere(chip, mesh, memory_bytes) if chip else target_here(mesh, memory_bytes)
         )

@@ -99,7 +99,7 @@ def _is_positive(value: Any) -> bool:
 def _key(config: TrainConfig, target: Target) -> str:
     content = {
         "config": {name: getattr(config, name) for name in _FIELDS},
-        "teacher": teacher_model(config) if config.objective == "distill" else None,
+        "teacher": teacher_model(config),
         "mesh": dict(target.mesh.shape),
         "target": target.description,
         "rates": target.rates,

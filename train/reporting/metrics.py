@@ -73,7 +73,7 @@ def flops_of_run(config: TrainConfig) -> Callable[[Metrics], float]:
     They include the forward of a teacher if there is one. Its folder is read here, once. The mean
     contexts have the names that they have in the metrics of the step (`train.step`).
     """
-    teacher = teacher_model(config) if config.objective == "distill" else None
+    teacher = teacher_model(config)
 
     def flops(contexts: Metrics) -> float:
         found = flops_per_token(config.model, contexts["mean_context"])
