@@ -294,7 +294,7 @@ def test_the_planner_counts_what_the_objective_holds(objective, folder, tmp_path
     sft = dataclasses.replace(config, objective="sft", dpo=DPOConfig(), distill=DistillConfig())
     programs = Programs(target)
     monkeypatch.setattr(programs, "compile", functools.cache(programs.compile))
-    chosen = plan([config], target, cached(programs, target), report=lambda line: None)
+    chosen = plan([config], target, cached(programs, target))
     frozen = abstract_frozen(config, mesh)
     size = sum(np.prod(a.shape) * 2 for a in jax.tree.leaves(frozen))
     estimated = programs.estimate(config)[1] - programs.estimate(sft)[1]

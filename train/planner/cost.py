@@ -29,7 +29,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from pallas_kernels.hardware import Hardware
 from train.planner import attention
 from train.planner.dataflow import (
     COLLECTIVES,
@@ -98,22 +97,6 @@ class Rates:
     host_bandwidth: float
     link_bandwidth: float = 0.0
     known: bool = True
-
-    @classmethod
-    def of(
-        cls,
-        hardware: Hardware | None,
-        host_bandwidth: float | None = None,
-        link_bandwidth: float = 0.0,
-    ) -> "Rates":
-        """The speeds of a device; without `hardware` those of an A100, which only give an order."""
-        return cls(
-            flops=hardware.bf16_flops if hardware else 312e12,
-            bandwidth=hardware.hbm_bandwidth if hardware else 2e12,
-            host_bandwidth=host_bandwidth or 25e9,  # PCIe 4.0 x16, 80 % of 31.5 GB/s
-            link_bandwidth=link_bandwidth,
-            known=hardware is not None,
-        )
 
     def link_seconds(self, size: float) -> float:
         """Seconds to receive `size` bytes from other devices."""

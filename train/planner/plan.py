@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -230,25 +230,20 @@ class Plan:
     best: Candidate
 
 
-def plan(
-    configs: Sequence[TrainConfig],
-    target: Target,
-    measures: Measures,
-    *,
-    report: Callable[[str], None] | None = None,
-) -> Plan:
+def plan(configs: Sequence[TrainConfig], target: Target, measures: Measures) -> Plan:
     """Chooses the configuration with the most tokens a second among those that fit.
+
+    Standard error gets a line before each compilation.
 
     Args:
       configs: Configurations with concrete policies.
       target: Devices to plan for. Its mesh is one of the meshes of the configurations.
       measures: `Programs`, or an object that answers the same questions.
-      report: Function that shows a line of progress; by default it prints to standard error.
 
     Raises:
       PlanError: No configuration fits.
     """
-    report = report or (lambda line: print(line, file=sys.stderr, flush=True))
+    report = functools.partial(print, file=sys.stderr, flush=True)
     candidates = []
     for config in configs:
         seconds, estimated = measures.estimate(config)

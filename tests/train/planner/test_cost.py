@@ -124,7 +124,7 @@ def test_a_window_leaves_less_attention(monkeypatch):
     attended = {None: 2048.0, 256: np.minimum(np.arange(4096) + 1, 256).mean() - 0.5}
     for window, mean_context in attended.items():
         model = dataclasses.replace(base.model, sliding_window=window)
-        chosen = plan([dataclasses.replace(base, model=model)], where, Measures(), report=print)
+        chosen = plan([dataclasses.replace(base, model=model)], where, Measures())
         flops = 4 * 4096 * flops_per_token(model, mean_context)
         assert f" {flops / 0.35 / H100.limits.bf16_flops:.1%} " in table(chosen)
 

@@ -81,7 +81,7 @@ def target(memory_gib=80.0, num_devices=1):
 
 def planned(memory_gib=80.0, measures=None, config=BASE):
     measures = measures or Measures()
-    return plan(with_policies(config), target(memory_gib), measures, report=lambda line: None)
+    return plan(with_policies(config), target(memory_gib), measures)
 
 
 def test_the_limit_is_the_memory_of_xla_less_a_margin(monkeypatch):
@@ -157,22 +157,22 @@ def test_nothing_fits():
         planned(20, config=with_remat(BASE, "attention"))
     here = dataclasses.replace(target(20), pool="the share that XLA's allocator may take here")
     with pytest.raises(PlanError, match=r"MEM_FRACTION=0\.92"):
-        plan(with_policies(BASE), here, Measures(), report=lambda line: None)
+        plan(with_policies(BASE), here, Measures())
     with pytest.raises(PlanError) as error:
         whole = dataclasses.replace(here, is_share=False)
-        plan(with_policies(BASE), whole, Measures(), report=lambda line: None)
+        plan(with_policies(BASE), whole, Measures())
     assert "MEM_FRACTION" not in str(error.value)
     with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel.*--model\.remat"):
         planned(80, Measures(failing=MEASURES))
     # There are as many sequences as devices, so only devices that share sequences can have fewer.
     of_four = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=4))
     with pytest.raises(PlanError) as error:
-        plan(with_policies(of_four), target(20, 4), measures, report=lambda line: None)
+        plan(with_policies(of_four), target(20, 4), measures)
     assert "--mesh.tensor 2 --mesh.fsdp 2 --data.batch-size 2" in str(error.value)
     # Four devices share 12 rows. Half of them, 6, would not be a multiple of 4.
     twelve = dataclasses.replace(of_four, data=dataclasses.replace(of_four.data, batch_size=12))
     with pytest.raises(PlanError, match=r"--data\.batch-size 4 \(--data\.accumulation-steps"):
-        plan(with_policies(twelve), target(20, 4), measures, report=lambda line: None)
+        plan(with_policies(twelve), target(20, 4), measures)
 
 
 def test_table():
@@ -199,7 +199,7 @@ def test_cache(tmp_path):
     def measures_of_a_plan(memory_gib=80.0, config=BASE):
         measures, where = Measures(), target(memory_gib)
         configs = with_policies(config)
-        chosen = plan(configs, where, cached(measures, where), report=lambda line: None)
+        chosen = plan(configs, where, cached(measures, where))
         return chosen.best.remat, measures
 
     _, first = measures_of_a_plan()
