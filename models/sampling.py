@@ -1,7 +1,6 @@
 """Text generation with a key/value cache."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
 from models.llama import Llama
+from pallas_kernels.arguments import check_number
 
 type Cache = tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]]
 
@@ -89,6 +89,7 @@ def generate(
       key: Random key of the draws.
 
     Raises:
+      TypeError: The temperature is no number, or JAX traces it.
       ValueError: An argument is of a wrong kind or out of its range, a token is not in the
         vocabulary, the whole would exceed `max_position_embeddings`, or a temperature comes without
         a key.
@@ -108,7 +109,7 @@ def generate(
         prompt_lengths = jnp.full((batch_size,), prompt_size, jnp.int32)
     graphdef, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
-    sizes = max_new_tokens, top_k, temperature == 0
+    sizes = max_new_tokens, top_k, float(temperature) == 0
     tokens = _generate(graphdef, state, prompts, prompt_lengths, temperature, key, *sizes)
     if (values := _values(tokens)) is not None and (values < 0).any():
         row, place = np.argwhere(values < 0)[0]
@@ -130,12 +131,8 @@ def _check_options(
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"{top_k=} must be between 1 and {vocab_size=}")
-    if not isinstance(temperature, int | float | np.number):
-        raise ValueError(f"{temperature=} must be a number")
-    # The softmax is computed in float32, in which a smaller temperature is 0.
-    smallest = float(np.finfo(np.float32).tiny)
-    if temperature != 0 and not smallest <= temperature < math.inf:  # NaN fails this, too
-        raise ValueError(f"{temperature=} must be 0, or finite and from {smallest:.3g} up")
+    remedy = "take 0 for the likeliest token, or a larger number to draw tokens"
+    check_number("temperature", temperature, least=0, remedy=remedy)
     if temperature != 0 and key is None:
         raise ValueError(
             f"{temperature=} draws tokens at random, which needs a key; pass a jax.random.key, or "
