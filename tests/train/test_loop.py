@@ -245,8 +245,9 @@ def test_report_shows_the_samples(finished, by_hand):
     folder, printed = finished
     page = html.unescape((folder / "report.html").read_text())
     model = nnx.merge(model_graph(CONFIG.model), jax.device_get(by_hand[1][5]))
-    prompt = jnp.asarray(data.encode("if "), jnp.int32)[None]
-    greedy = "if " + data.decode(jax.device_get(generate(model, prompt, max_new_tokens=6))[0])
+    prompt = jnp.asarray(data.start_of_document("if ", data.BYTES), jnp.int32)[None]
+    tokens = jax.device_get(generate(model, prompt, max_new_tokens=6))[0]
+    greedy = "if " + data.BYTES.decode(tokens)
     assert f"<pre>{greedy}</pre>" in page
     blocks = printed.split("--- sample at temperature ")[1:]
     assert len(blocks) == 2

@@ -37,9 +37,7 @@ from train.data.tokenizer import (
     EOS,
     HuggingFaceTokenizer,
     Tokenizer,
-    decode,
     decode_after,
-    encode,
     start_of_document,
 )
 
@@ -60,9 +58,7 @@ __all__ = [
     "SyntheticDataset",
     "Tokenizer",
     "check_effects",
-    "decode",
     "decode_after",
-    "encode",
     "load_tokenizer",
     "open_files",
     "open_preferences",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int32, Integer, UInt16
+from jaxtyping import Int32, Integer
 
 from train.data.errors import DataError
 from train.data.regular import read_regular
@@ -95,16 +95,6 @@ class ByteTokenizer:
 
 
 BYTES = ByteTokenizer()
-
-
-def encode(text: str) -> UInt16[np.ndarray, " S"]:
-    """BOS and the UTF-8 bytes of `text`: the start of a document, as a prompt."""
-    return start_of_document(text, BYTES).astype(np.uint16)
-
-
-def decode(tokens: Iterable[Any]) -> str:
-    """The text of byte tokens, without BOS and EOS; broken UTF-8 is replaced."""
-    return BYTES.decode(tokens)
 
 
 def start_of_document(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " S"]:

@@ -25,11 +25,10 @@ from train.data import (
     Corpus,
     PackedDataset,
     SyntheticDataset,
-    decode,
-    encode,
     packing,
     predicted_bytes,
     read_corpus,
+    start_of_document,
     stdlib_corpus,
 )
 
@@ -294,13 +293,13 @@ def test_predicted_bytes_of_a_corpus_are_its_bytes():
 
 def test_encode_and_decode():
     text = "x = 'ö€'\n"
-    tokens = encode(text)
+    tokens = start_of_document(text, BYTES)
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == [BOS, *text.encode()]
-    assert decode(tokens) == text
-    assert decode([BOS, 0xC3, EOS]) == "\ufffd"
-    assert encode("").tolist() == [BOS]
-    assert decode([]) == ""
+    assert BYTES.decode(tokens) == text
+    assert BYTES.decode([BOS, 0xC3, EOS]) == "\ufffd"
+    assert start_of_document("", BYTES).tolist() == [BOS]
+    assert BYTES.decode([]) == ""
     assert BYTE_VOCAB_SIZE == EOS + 1
 
 
@@ -327,7 +326,8 @@ def test_documents_are_files_between_bos_and_eos(stdlib):
         assert document[1:-1].max() < 256
     texts = [document[1:-1].astype(np.uint8).tobytes() for document in documents]
     assert sorted(texts) == sorted(stdlib.files.values())
-    assert [decode(d) for d in documents[:5]] == [t.decode(errors="replace") for t in texts[:5]]
+    decoded = [BYTES.decode(document) for document in documents[:5]]
+    assert decoded == [text.decode(errors="replace") for text in texts[:5]]
 
 
 def test_no_training_document_is_held_out(stdlib):
