@@ -32,6 +32,7 @@ class Target:
       pool_bytes: Memory that XLA may allocate on each device.
       pool: Origin of `pool_bytes`, in words.
       is_share: Whether `pool_bytes` is the share that `XLA_CLIENT_MEM_FRACTION` sets.
+      rates: Speeds of each device.
       description: Everything that changes the compiled program, for the key of the cache.
     """
 
@@ -40,25 +41,13 @@ class Target:
     pool_bytes: int
     pool: str
     is_share: bool
+    rates: cost.Rates
     description: str
 
     @property
     def limit_bytes(self) -> int:
         """The memory that a step may take on each device."""
         return int(self.pool_bytes * (1 - MARGIN))
-
-    @property
-    def rates(self) -> cost.Rates:
-        """The speeds of each device. Unknown ones are an A100's, which only give an order."""
-        limits, chip = hardware.lookup(self.device_kind), aot.chip_of_kind(self.device_kind)
-        return cost.Rates(
-            flops=limits.bf16_flops if limits else 312e12,
-            bandwidth=limits.hbm_bandwidth if limits else 2e12,
-            # PCIe 4.0 x16, 80 % of 31.5 GB/s
-            host_bandwidth=chip.host_bandwidth if chip else 25e9,
-            link_bandwidth=chip.link_bandwidth if chip else 0.0,
-            known=limits is not None,
-        )
 
 
 def memory_fraction() -> float:
@@ -102,6 +91,7 @@ def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
         pool_bytes=pool_bytes,
         pool=pool,
         is_share=memory_bytes is not None or bool(reported),
+        rates=_rates(hardware.lookup(device.device_kind), aot.chip_of_kind(device.device_kind)),
         description=f"{device.device_kind} {device.client.platform_version}",
     )
 
@@ -115,6 +105,7 @@ def target_elsewhere(chip: aot.Chip, mesh: Mesh, memory_bytes: int | None = None
         pool_bytes=pool_bytes,
         pool=pool,
         is_share=True,
+        rates=_rates(chip.limits, chip),
         description=chip.target_config(),
     )
 
@@ -123,3 +114,14 @@ def _pool(memory_bytes: int) -> tuple[int, str]:
     fraction = memory_fraction()
     pool = f"XLA's {fraction:.0%} of {memory_bytes / _GIB:.1f} GiB"
     return int(memory_bytes * fraction), pool
+
+
+def _rates(limits: hardware.Hardware | None, chip: aot.Chip | None) -> cost.Rates:
+    """The speeds of a device. Unknown ones are an A100's, which only put programs in order."""
+    return cost.Rates(
+        flops=limits.bf16_flops if limits else 312e12,
+        bandwidth=limits.hbm_bandwidth if limits else 2e12,
+        host_bandwidth=chip.host_bandwidth if chip else 25e9,  # PCIe 4.0 x16, 80 % of 31.5 GB/s
+        link_bandwidth=chip.link_bandwidth if chip else 0.0,
+        known=limits is not None,
+    )
