@@ -122,9 +122,6 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _panel_png(key: str, title: str, metrics: Sequence[RunMetrics], theme: Theme) -> bytes:
-    # Imported here, because it takes half a second, which `--help` need not wait for.
-    from matplotlib.ticker import FuncFormatter
-
     figure, axes = panel(title, theme)
     values_of = []
     for each, color in zip(metrics, (theme.train, theme.held_out), strict=True):
@@ -137,5 +134,5 @@ def _panel_png(key: str, title: str, metrics: Sequence[RunMetrics], theme: Theme
         axes.set_title(f"{title}\n{note}", loc="left", fontsize=9.5, color=theme.text)
     if key == "tokens_per_s":
         axes.set_ylim(0, 1.15 * max(values_of, default=1.0))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+        axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
     return finished_png(figure, [axes], theme)

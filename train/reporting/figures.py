@@ -205,14 +205,12 @@ def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
 
     The scale is that of the median FLOPs of a token. The FLOPs of a step depend on its documents.
     """
-    from matplotlib.ticker import FuncFormatter
-
     steps, speed = series(metrics.train, "tokens_per_s")
     top = 1.15 * max(speed, default=1.0)
     marker = "o" if len(steps) == 1 else None
     axes.plot(steps, speed, color=theme.speed, linewidth=1.4, marker=marker)
     axes.set_ylabel("tokens/s")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.set_ylim(0, top)
     ratios = [
         row["mfu"] / row["tokens_per_s"]
@@ -224,7 +222,7 @@ def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
     mfu_axes = axes.twinx()
     mfu_axes.set_gid("twin")  # shares the grid
     mfu_axes.set_ylabel("MFU")
-    mfu_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+    mfu_axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     mfu_axes.set_ylim(0, top * statistics.median(ratios))
     return [mfu_axes]
 

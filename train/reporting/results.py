@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from train.formats import format_count, format_duration
 from train.reporting.rows import Row, read_rows
@@ -49,36 +48,27 @@ def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
     return [float(step) for step, _ in points], [float(value) for _, value in points]
 
 
-def headline_numbers(metrics: RunMetrics) -> dict[str, Any]:
-    """The results of a run, by label."""
-    numbers: dict[str, Any] = {}
-    _, loss = series(metrics.train, "loss")
-    if loss:
-        numbers["Training loss"] = f"{loss[-1]:.4f}"
-    _, val_loss = series(metrics.held_out, "val_loss")
-    if val_loss:
-        numbers["Held-out loss"] = f"{val_loss[-1]:.4f}"
-    _, bpb = series(metrics.held_out, "val_bpb")
-    if bpb:
-        first = f"{bpb[0]:.3f} → " if len(bpb) > 1 else ""
-        numbers["Held-out bits per byte"] = f"{first}{bpb[-1]:.3f}"
-    _, speed = series(metrics.train, "tokens_per_s")
-    if speed:
-        numbers["Tokens per second"] = format_count(statistics.median(speed))
-    _, mfu = series(metrics.train, "mfu")
-    if mfu:
-        numbers["MFU"] = f"{statistics.median(mfu):.1%}"
-    memory = [
-        value
-        for key in ("memory_gib", "peak_memory_gib")
-        for value in series(metrics.train, key)[1]
-    ]
-    if memory:
-        numbers["Peak memory"] = f"{max(memory):.2f} GiB"
-    _, tokens = series(metrics.train, "tokens")
-    if tokens:
-        numbers["Tokens"] = format_count(tokens[-1])
-    _, elapsed = series([*metrics.train, *metrics.held_out], "elapsed_s")
-    if elapsed:
-        numbers["Wall time"] = format_duration(max(elapsed))
+def headline_numbers(metrics: RunMetrics) -> dict[str, str]:
+    """The results of a run, by label; those without a row are left out."""
+    train, held_out = metrics.train, metrics.held_out
+    last = lambda values: f"{values[-1]:.4f}"
+    results = (
+        ("Training loss", train, "loss", last),
+        ("Held-out loss", held_out, "val_loss", last),
+        ("Held-out bits per byte", held_out, "val_bpb", _first_and_last),
+        ("Tokens per second", train, "tokens_per_s", lambda v: format_count(statistics.median(v))),
+        ("MFU", train, "mfu", lambda values: f"{statistics.median(values):.1%}"),
+        ("Peak memory", train, "memory_gib peak_memory_gib", lambda v: f"{max(v):.2f} GiB"),
+        ("Tokens", train, "tokens", lambda values: format_count(values[-1])),
+        ("Wall time", [*train, *held_out], "elapsed_s", lambda v: format_duration(max(v))),
+    )
+    numbers: dict[str, str] = {}
+    for label, rows, keys, show in results:
+        if values := [value for key in keys.split() for value in series(rows, key)[1]]:
+            numbers[label] = show(values)
     return numbers
+
+
+def _first_and_last(values: list[float]) -> str:
+    first = f"{values[0]:.3f} → " if len(values) > 1 else ""
+    return f"{first}{values[-1]:.3f}"
