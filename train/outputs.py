@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
+from models.config import LlamaConfig
 from models.llama import Llama
 from models.llama_hf import save_pretrained
 from models.sampling import generate
@@ -153,13 +154,33 @@ def sample(
     config: TrainConfig, tokenizer: data.Tokenizer, params: nnx.State, temperature: float
 ) -> str:
     """The prompt of a configuration, and the text that the model continues it with."""
-    prompt = data.start_of_document(config.sample_prompt, tokenizer)
-    tokens = generate(
-        nnx.merge(model_graph(config.model), params),
-        jnp.asarray(prompt, jnp.int32)[None],
+    return continued(
+        config.sample_prompt,
+        tokenizer,
+        config.model,
+        params,
+        seed=config.seed,
         max_new_tokens=config.sample_tokens,
         temperature=temperature,
-        key=sample_key(config.seed),
     )
-    answer = before_end(gathered(tokens)[0], config.model)
-    return config.sample_prompt + data.decode_after(prompt, answer, tokenizer)
+
+
+def continued(
+    prompt: str,
+    tokenizer: data.Tokenizer,
+    model: LlamaConfig,
+    params: nnx.State,
+    *,
+    seed: int,
+    **options: Any,
+) -> str:
+    """A prompt, and the text that a model continues it with; `options` are those of `generate`."""
+    start = data.start_of_document(prompt, tokenizer)
+    tokens = generate(
+        nnx.merge(model_graph(model), params),
+        jnp.asarray(start, jnp.int32)[None],
+        key=sample_key(seed),
+        **options,
+    )
+    answer = before_end(gathered(tokens)[0], model)
+    return prompt + data.decode_after(start, answer, tokenizer)

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from models.llama_hf import save_pretrained
-from models.sampling import generate
 from models.sharding import make_mesh
 from train import data
 from train.checkpoints.saved import Saved, find_model
@@ -27,11 +25,11 @@ from train.evaluate import Sums, measure
 from train.flag_errors import FlagError
 from train.formats import number_of
 from train.hf_folder import check_finite, copy_tokenizer
-from train.outputs import sample_key
+from train.outputs import continued
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.setup import check_dtype
 from train.step import make_eval_step, model_graph
-from train.token_ids import before_end, contradiction, with_tokenizer_ids
+from train.token_ids import contradiction, with_tokenizer_ids
 
 _SOURCE = "a run, one of its checkpoints (run/checkpoints/120), or a Hugging Face folder"
 
@@ -232,21 +230,21 @@ def sample(arguments: Sequence[str]) -> None:
     saved = _with_tokenizer(_find_to_compute(flags), flags)
     tokenizer = _tokenizer_of(saved)
     _tell_of_contradiction(saved)
-    prompt = data.start_of_document(flags.prompt, tokenizer)
-    if not len(prompt):
+    if not len(data.start_of_document(flags.prompt, tokenizer)):
         raise FlagError("the prompt has no tokens; give some text with --prompt")
     mesh = _mesh(flags)
     with jax.set_mesh(mesh):
-        tokens = generate(
-            nnx.merge(model_graph(saved.model), _finite(saved, mesh)),
-            jnp.asarray(prompt, jnp.int32)[None],
+        text = continued(
+            flags.prompt,
+            tokenizer,
+            saved.model,
+            _finite(saved, mesh),
+            seed=flags.seed,
             max_new_tokens=flags.max_new_tokens,
             temperature=flags.temperature,
             top_k=flags.top_k,
-            key=sample_key(flags.seed),
         )
-    answer = before_end(jax.device_get(tokens)[0], saved.model)
-    print(flags.prompt + data.decode_after(prompt, answer, tokenizer))
+    print(text)
 
 
 def _tokenizer_of(saved: Saved) -> data.Tokenizer:

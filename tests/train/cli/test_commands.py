@@ -322,9 +322,9 @@ def test_samples(finished, capsys):
 def test_nothing_is_printed_after_the_end(finished, capsys, monkeypatch):
     """The end is a token of the text here, which the tokenizer does not leave out."""
     found = []
-    generate = commands.generate
+    generate = train.outputs.generate
     monkeypatch.setattr(
-        commands, "generate", lambda *a, **k: found.append(generate(*a, **k)) or found[-1]
+        train.outputs, "generate", lambda *a, **k: found.append(generate(*a, **k)) or found[-1]
     )
     assert sampled(capsys, finished, "--temperature", "0") != "the fox\n"
     first = HuggingFaceTokenizer(finished / "tokenizer").token(int(found[0][0, 0]))
