@@ -132,7 +132,7 @@ def _check_options(
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"{top_k=} must be between 1 and {vocab_size=}")
     remedy = "take 0 for the likeliest token, or a larger number to draw tokens"
-    check_number("temperature", temperature, least=0, remedy=remedy)
+    check_number("temperature", temperature, least=0.0, remedy=remedy)
     if temperature != 0 and key is None:
         raise ValueError(
             f"{temperature=} draws tokens at random, which needs a key; pass a jax.random.key, or "

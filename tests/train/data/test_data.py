@@ -294,7 +294,7 @@ def test_predicted_bytes_of_a_corpus_are_its_bytes():
 def test_encode_and_decode():
     text = "x = 'ö€'\n"
     tokens = start_of_document(text, BYTES)
-    assert tokens.dtype == np.uint16
+    assert np.issubdtype(tokens.dtype, np.integer)
     assert tokens.tolist() == [BOS, *text.encode()]
     assert BYTES.decode(tokens) == text
     assert BYTES.decode([BOS, 0xC3, EOS]) == "\ufffd"
