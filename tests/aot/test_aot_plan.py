@@ -77,13 +77,13 @@ layers = parse_command_line({LAYERS_OF_8B!r}.split())
 params, batch = abstract_state(layers, target.mesh).params, abstract_batch(layers, target.mesh)
 with jax.set_mesh(target.mesh), jax.default_device(target.mesh.devices.flat[0]):
     gradients = jax.jit(make_gradients(layers)).trace(params, batch)
-found["layer"] = 1e3 / {LAYERS} * cost.estimate(
-    gradients.jaxpr,
+program = cost.Program(
     target.rates,
     bytes_per_device=lambda a: cost.nbytes(a) / 4,
     num_devices=4,
     hidden_axes=BATCH_AXES,
-).seconds
+)
+found["layer"] = 1e3 / {LAYERS} * program.estimate(gradients.jaxpr).seconds
 
 one = programs(1)
 for name in {MEASURED!r}:

@@ -138,26 +138,14 @@ class Cost:
         )
 
 
-def estimate(
-    jaxpr: Any,
-    rates: Rates,
-    *,
-    bytes_per_device: Callable[[Any], float],
-    num_devices: int,
-    num_aliased: int = 0,
-    hidden_axes: Collection[str] = (),
-    body_of_device: Callable[[Any], Any] | None = None,
-    has_workspace: bool = True,
-    share_of_pairs: float = 1.0,
-) -> Cost:
-    """The cost of a traced program on each of its devices.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Estimates what a traced program costs on each of its devices.
 
-    Args:
-      jaxpr: Closed jaxpr; arrays have their global sizes, except inside a `jax.shard_map`.
+    Attributes:
       rates: Speeds of a device.
       bytes_per_device: Function from an array's abstract value to the bytes that a device holds.
       num_devices: Number of devices that share GEMMs and attention.
-      num_aliased: Number of results, from the first, that take the memory of arguments.
       hidden_axes: Axes of the mesh over which a collective takes no time.
       body_of_device: Function that gives each device's part of the loss; see
         `dataflow.operations`.
@@ -165,40 +153,31 @@ def estimate(
       share_of_pairs: Share of the pairs of a query and an earlier key that a sliding window leaves.
         Our kernels of the attention compute no others, and cuDNN computes no others if it has a
         window. With a mask cuDNN computes all pairs.
-    """
-    program = _Program(
-        rates=rates,
-        size=bytes_per_device,
-        num_devices=num_devices,
-        hidden_axes=hidden_axes,
-        is_alone=num_devices == 1,
-        body_of_device=body_of_device,
-        has_workspace=has_workspace,
-        share_of_pairs=share_of_pairs,
-    )
-    return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program:
-    """Estimates the cost of jaxprs.
-
-    Attributes with the names of arguments of `estimate` mean the same. `size` is its
-    `bytes_per_device`. `is_alone` says whether one device runs the whole program. `axis_sizes` is
-    the mesh inside a `shard_map`.
+      axis_sizes: Mesh of the `jax.shard_map` that the program is the body of.
     """
 
     rates: Rates
-    size: Callable[[Any], float]
+    _: dataclasses.KW_ONLY
+    bytes_per_device: Callable[[Any], float]
     num_devices: int
-    hidden_axes: Collection[str]
-    is_alone: bool
-    axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    hidden_axes: Collection[str] = ()
     body_of_device: Callable[[Any], Any] | None = None
     has_workspace: bool = True
     share_of_pairs: float = 1.0
+    axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def cost(
+    def estimate(self, jaxpr: Any, *, num_aliased: int = 0) -> Cost:
+        """The cost of a closed jaxpr.
+
+        Its arrays have their global sizes, except inside a `jax.shard_map`.
+
+        Args:
+          jaxpr: Jaxpr of the program.
+          num_aliased: Number of results, from the first, that take the memory of arguments.
+        """
+        return self._cost(jaxpr.jaxpr, num_aliased=num_aliased)
+
+    def _cost(
         self,
         jaxpr: Any,
         *,
@@ -227,7 +206,7 @@ class _Program:
     def _opaque(self, op: Op) -> Cost:
         if op.params.get("name") in _WITHOUT_WORK:
             return Cost()
-        sizes = sum(self.size(value.aval) for value in (*op.inputs, *op.outputs))
+        sizes = sum(self.bytes_per_device(value.aval) for value in (*op.inputs, *op.outputs))
         flops = _dot_flops(op) if op.name == "dot_general" else _kernel_flops(op)
         if flops := flops / self.num_devices:
             rate = self.rates.flops * GEMM_EFFICIENCY
@@ -253,27 +232,27 @@ class _Program:
             from_host = any("host" in str(value.aval).lower() for value in op.inputs)
             if not any(kinds) and not from_host:
                 return Cost()
-            moved = sum(self.size(value.aval) for value in op.outputs)
+            moved = sum(self.bytes_per_device(value.aval) for value in op.outputs)
             return Cost(seconds=moved / self.rates.host_bandwidth)
         if op.name == "scan":
-            body = self.cost(op.params["jaxpr"].jaxpr)
+            body = self._cost(op.params["jaxpr"].jaxpr)
             copied = self._scan_copies(op)
             return body.times(op.params["length"]) + Cost(seconds=self._copy(copied))
         if op.name == "cond":
-            branches = [self.cost(branch.jaxpr) for branch in op.params["branches"]]
+            branches = [self._cost(branch.jaxpr) for branch in op.params["branches"]]
             return max(branches, key=lambda cost: cost.seconds)
         if op.name == "shard_map":
             local = dataclasses.replace(
                 self,
-                size=nbytes,
+                bytes_per_device=nbytes,
                 num_devices=1,
                 axis_sizes=op.params["mesh"].shape,
                 body_of_device=None,
             )
-            return self._without_results(local.cost(op.params["jaxpr"], num_aliased=0), op)
+            return self._without_results(local._cost(op.params["jaxpr"], num_aliased=0), op)
         if op.name in LOSSES:
             jaxpr = op.params["jaxpr"].jaxpr
-            inside = self.cost(jaxpr, num_aliased=0, body_of_device=self.body_of_device)
+            inside = self._cost(jaxpr, num_aliased=0, body_of_device=self.body_of_device)
             return self._without_results(inside, op)
         if op.name in COLLECTIVES:
             received = self._received(op)
@@ -282,7 +261,7 @@ class _Program:
 
     def _without_results(self, inside: Cost, op: Op) -> Cost:
         """The cost without the memory of the results, which the caller counts."""
-        results = sum(self.size(value.aval) for value in op.outputs)
+        results = sum(self.bytes_per_device(value.aval) for value in op.outputs)
         return dataclasses.replace(inside, temp_bytes=max(inside.temp_bytes - results, 0.0))
 
     def _received(self, op: Op) -> float:
@@ -290,7 +269,9 @@ class _Program:
         axes = op.params["axes" if op.name == "psum" else "axis_name"]
         axes = (axes,) if isinstance(axes, str) else axes
         number = math.prod(self.axis_sizes[axis] for axis in axes if axis not in self.hidden_axes)
-        whole = max(sum(self.size(v.aval) for v in side) for side in (op.inputs, op.outputs))
+        whole = max(
+            sum(self.bytes_per_device(v.aval) for v in side) for side in (op.inputs, op.outputs)
+        )
         rounds = 2 if op.name == "psum" else 1  # a psum is a reduce-scatter and an all-gather
         return rounds * whole * (1 - 1 / number)
 
@@ -311,11 +292,14 @@ class _Program:
         copied = [value for value in sliced if any(map(is_copied, value.readers))]
         copied += [value for value in stacked if value.maker and is_copied(value.maker)]
         on_device = (value for value in copied if "<host>" not in str(value.aval))
-        return op.params["length"] * sum((2 * self.size(v.aval) for v in on_device), 0.0)
+        return op.params["length"] * sum(
+            (2 * self.bytes_per_device(v.aval) for v in on_device), 0.0
+        )
 
     def _takes_slices(self, op: Op) -> bool:
         """Whether an operation reads and writes slices of a stacked array in place."""
-        return self.is_alone and (op.name == "dot_general" or is_kernel(op.name))
+        is_alone = self.num_devices * math.prod(self.axis_sizes.values()) == 1
+        return is_alone and (op.name == "dot_general" or is_kernel(op.name))
 
     def _is_in_place(self, op: Op) -> bool:
         """Whether an operation only selects the slice that another reads or writes in place."""
@@ -340,17 +324,19 @@ class _Program:
                 if operand.maker is not None and operand.maker.root is root:
                     continue
                 for value in self._sources(operand):
-                    size = self.size(value.aval)
+                    size = self.bytes_per_device(value.aval)
                     if op.name in SLICES:
-                        size = min(size, sum(self.size(output.aval) for output in op.outputs))
+                        size = min(
+                            size, sum(self.bytes_per_device(output.aval) for output in op.outputs)
+                        )
                     if op.name in UPDATES and operand is op.inputs[0]:
                         size = 0.0
                     read[id(value)] = max(read.get(id(value), 0.0), size)
             for value in op.outputs:
                 if self._materialized(value, results):
-                    size = self.size(value.aval)
+                    size = self.bytes_per_device(value.aval)
                     if op.name in UPDATES:
-                        size = min(size, sum(self.size(v.aval) for v in op.inputs[1:]))
+                        size = min(size, sum(self.bytes_per_device(v.aval) for v in op.inputs[1:]))
                     written += size
         return sum(read.values()) + written
 
@@ -365,7 +351,9 @@ class _Program:
             if value.maker is not None and value.maker.fusible:
                 made_of = [s for operand in value.maker.inputs for s in self._sources(operand)]
                 made_of = list({id(source): source for source in made_of}.values())
-                if sum(self.size(s.aval) for s in made_of) <= self.size(value.aval):
+                if sum(self.bytes_per_device(s.aval) for s in made_of) <= self.bytes_per_device(
+                    value.aval
+                ):
                     value.sources = made_of
         return value.sources
 
@@ -402,7 +390,7 @@ class _Program:
                     continue
                 if op.fusible and not self._materialized(value, held):
                     continue
-                size = self.size(value.aval)
+                size = self.bytes_per_device(value.aval)
                 live += size
                 if id(value) not in held:
                     end = last.get(id(value), index)

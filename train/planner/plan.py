@@ -86,20 +86,18 @@ class Programs:
         with self._context():
             batch = abstract_batch(config, mesh)
             traced = jit_train_step(config, state).trace(state, batch, *frozen)
-            estimate = functools.partial(
-                cost.estimate,
-                traced.jaxpr,
+            program = cost.Program(
                 rates,
                 bytes_per_device=splits.bytes_per_device,
                 num_devices=mesh.size,
-                num_aliased=len(leaves),
                 hidden_axes=BATCH_AXES,
                 body_of_device=splits.body_of_device,
                 share_of_pairs=share,
             )
-            found = estimate()
+            found = program.estimate(traced.jaxpr, num_aliased=len(leaves))
             if not self._is_here():
-                without = estimate(has_workspace=False)
+                program = dataclasses.replace(program, has_workspace=False)
+                without = program.estimate(traced.jaxpr, num_aliased=len(leaves))
                 self._workspace[config] = found.temp_bytes - without.temp_bytes
         self._traced[config] = traced
         received = found.link_bytes + self._hidden_link_bytes(config, state, frozen)

@@ -47,7 +47,7 @@ def cost_of_cudnn(monkeypatch):
         )
         traced = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](q)).trace(*arrays)
         options |= {"bytes_per_device": cost.nbytes, "num_devices": 1}
-        return cost.estimate(traced.jaxpr, rates, **options)
+        return cost.Program(rates, **options).estimate(traced.jaxpr)
 
     return cost_of
 
@@ -88,18 +88,18 @@ def test_flops_of_the_kernels_of_attention(H, rates):
     traced = jax.jit(gradients).trace(q, k, k, jax.ShapeDtypeStruct((B, S), jnp.int32))
     of_device = cost.Rates(flops=1e12, bandwidth=1e18, host_bandwidth=1e9)
     options = {"bytes_per_device": cost.nbytes, "num_devices": 1}
-    found = cost.estimate(traced.jaxpr, of_device, **options)
+    found = cost.Program(of_device, **options).estimate(traced.jaxpr)
     product = B * N * S**2 * H
     assert found.flops == 9 * product
     seconds = product * sum(n / rate for n, rate in zip((2, 3, 4), rates, strict=True)) / 1e12
     assert found.seconds == pytest.approx(seconds, rel=1e-3)
-    windowed = cost.estimate(traced.jaxpr, of_device, **options, share_of_pairs=0.25)
+    windowed = cost.Program(of_device, **options, share_of_pairs=0.25).estimate(traced.jaxpr)
     assert windowed.flops == found.flops / 4
     assert windowed.seconds == pytest.approx(seconds / 4, rel=1e-3)
     # Without any pair the kernels still read and write their arrays. The first reads q, k and v and
     # writes a q. The others read these, the gradient of the result, and write dq, or dk and dv.
     slow = dataclasses.replace(of_device, bandwidth=1e9)
-    no_pairs = cost.estimate(traced.jaxpr, slow, **options, share_of_pairs=0.0)
+    no_pairs = cost.Program(slow, **options, share_of_pairs=0.0).estimate(traced.jaxpr)
     size = 2 * (7 * q.size + 8 * k.size)
     assert no_pairs.seconds > size / (1e9 * cost.COPY_EFFICIENCY)
 
@@ -115,7 +115,7 @@ def test_a_window_leaves_less_attention(monkeypatch):
 
     where = target_elsewhere(H100, make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]))
     with monkeypatch.context() as patch:
-        patch.setattr(cost, "estimate", found)
+        patch.setattr(cost, "Program", found)
         for window, share in ((None, 1.0), (16, 1.0), (4, (1 + 2 + 3 + 13 * 4 - 8) / 128)):
             model = dataclasses.replace(tiny_run.MODEL, sliding_window=window, remat="minimal")
             with pytest.raises(FoundError, match=rf"^{share}$"):
@@ -134,7 +134,9 @@ def test_cost_of_products_and_loops():
 
     def cost_of(fn, *shapes):
         traced = jax.jit(fn).trace(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        return cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=1).estimate(
+            traced.jaxpr
+        )
 
     square = (256, 256)
     one = cost_of(lambda a, b: a @ b, square, square)
@@ -182,7 +184,9 @@ def test_cost_of_tensors_that_go_to_the_host_and_back():
             return x
 
         traced = jax.jit(fn).trace(jax.ShapeDtypeStruct((1000,), jnp.float32))
-        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        return cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=1).estimate(
+            traced.jaxpr
+        )
 
     host, device = jax.memory.Space.Host, jax.memory.Space.Device
     both_ways = cost_of(host, device)
@@ -222,7 +226,9 @@ def test_cost_of_kernels_with_products(monkeypatch):
         (1, lambda a, b, factor: dx(a, b, row_factor=factor), (transposed, down, coefficients)),
     ):
         traced = jax.jit(fn).trace(*args)
-        found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        found = cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=1).estimate(
+            traced.jaxpr
+        )
         assert found.flops == number * 2 * tokens * hidden_size * width
         assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
 
@@ -249,7 +255,9 @@ def test_products_in_fp8_run_at_twice_the_rate(monkeypatch):
         ),
     ):
         traced = jax.jit(fn).trace(*args)
-        found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        found = cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=1).estimate(
+            traced.jaxpr
+        )
         assert found.flops == number * 2 * tokens * hidden_size * width
         assert found.seconds == pytest.approx(found.flops / (2e12 * cost.GEMM_EFFICIENCY))
 
@@ -278,7 +286,9 @@ def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
     fn = with_scan if loop == "scan" else with_indices
     traced = jax.jit(fn).trace(x, stack)
     seconds = [
-        cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=number).seconds
+        cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=number)
+        .estimate(traced.jaxpr)
+        .seconds
         for number in (1, 2)
     ]
     layer = 4 * size**2 / 1e12
@@ -291,11 +301,8 @@ def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
     mesh = make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
     whole = PartitionSpec()
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    found = cost.estimate(
-        jax.jit(mapped).trace(x, stack).jaxpr,
-        rates,
-        bytes_per_device=cost.nbytes,
-        num_devices=2,
+    found = cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=2).estimate(
+        jax.jit(mapped).trace(x, stack).jaxpr
     )
     assert found.seconds == pytest.approx(seconds[1])
 
@@ -309,13 +316,9 @@ def test_cost_of_collectives():
         whole = PartitionSpec()
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
         traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((64, 64), jnp.float32))
-        return cost.estimate(
-            traced.jaxpr,
-            rates,
-            bytes_per_device=cost.nbytes,
-            num_devices=8,
-            hidden_axes=BATCH_AXES,
-        )
+        return cost.Program(
+            rates, bytes_per_device=cost.nbytes, num_devices=8, hidden_axes=BATCH_AXES
+        ).estimate(traced.jaxpr)
 
     # A device receives data from the three others of its axis.
     for received, fn in (
@@ -344,8 +347,8 @@ def test_a_loop_overwrites_its_carry_and_nothing_else():
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), carry, weights)
 
     args = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (4, 64, 64)))
-    found = cost.estimate(
-        jax.jit(fn).trace(*args).jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1
+    found = cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=1).estimate(
+        jax.jit(fn).trace(*args).jaxpr
     )
     # The loop holds a stack that it reads, one that it writes, one carry and a product.
     assert found.temp_bytes == pytest.approx(2 * size + 2 * size / 4)
@@ -359,7 +362,7 @@ def test_a_kernel_overwrites_the_operand_that_it_names(in_place):
         lambda x_ref, y_ref: None, out_shape=x, input_output_aliases={0: 0} if in_place else {}
     )
     traced = jax.jit(lambda x: kernel(x @ x)).trace(x)
-    found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+    found = cost.Program(rates, bytes_per_device=cost.nbytes, num_devices=1).estimate(traced.jaxpr)
     assert found.temp_bytes == (1 if in_place else 2) * cost.nbytes(x)
 
 
@@ -376,14 +379,13 @@ def test_the_cost_of_the_loss_is_the_part_of_one_device():
     with jax.set_mesh(mesh):
         traced = jax.jit(jax.grad(loss, argnums=1)).trace(x, weight, labels)
         part, of_global_arrays = (
-            cost.estimate(
-                traced.jaxpr,
+            cost.Program(
                 rates,
                 bytes_per_device=splits.bytes_per_device,
                 num_devices=mesh.size,
                 hidden_axes=BATCH_AXES,
                 body_of_device=body_of_device,
-            )
+            ).estimate(traced.jaxpr)
             for body_of_device in (splits.body_of_device, None)
         )
     # Each device holds the whole weight in 16 bits and its whole gradient in float32.

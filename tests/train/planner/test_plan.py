@@ -239,12 +239,12 @@ def test_cache_off_and_not_writable(tmp_path, monkeypatch):
 
 def cost_of_step(fsdp, tensor, monkeypatch):
     """The planner's counts for a step, its seconds and its bytes."""
-    found, estimate = [], cost.estimate
+    found, estimate = [], cost.Program.estimate
     record = lambda *args, **options: found.append(estimate(*args, **options)) or found[-1]
     devices = jax.devices()[: fsdp * tensor]
     mesh = make_mesh(data=1, fsdp=fsdp, tensor=tensor, devices=devices)
     with monkeypatch.context() as patch:
-        patch.setattr(cost, "estimate", record)
+        patch.setattr(cost.Program, "estimate", record)
         seconds, nbytes = Programs(target_elsewhere(H100, mesh)).estimate(OF_TENSOR)
     return found[0], seconds, nbytes
 
