@@ -1,7 +1,8 @@
-"""Measures how well a model predicts text: nats per token, accuracy and bits per byte."""
+"""Measures how well a model predicts text or preferences that are held out."""
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,9 @@ from jaxtyping import Int32
 
 from models.sharding import batch_sharding
 from train import data
+from train.config import TrainConfig
 from train.distributed import to_devices
+from train.objectives import metrics_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,7 @@ class Sums:
     bytes: int = 0
 
     def __add__(self, other: "Sums") -> "Sums":
-        mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Sums(*(a + b for a, b in zip(mine, others, strict=True)))
+        return Sums(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     @property
     def loss(self) -> float:
@@ -52,18 +54,39 @@ class Sums:
         return self.nll / self.bytes / math.log(2)
 
 
-def measure_preferences(
+def held_out_metrics(
+    config: TrainConfig,
+    mesh: Mesh,
     eval_step: Callable[..., Any],
     params: nnx.State,
-    batches: Iterable[data.Batch],
-    mesh: Mesh,
+    held_out: data.Dataset | data.PairDataset,
 ) -> dict[str, float]:
-    """Means over the pairs of batches `[B, S]`: "loss", "reward_margin" and "reward_accuracy"."""
-    sharding = batch_sharding(mesh)
-    sums = jax.device_get([eval_step(params, to_devices(batch, sharding)) for batch in batches])
-    total = {name: sum(float(values[name]) for values in sums) for name in sums[0]}
-    number = total.pop("num_pairs")
-    return {name.removesuffix("_sum"): value / number for name, value in total.items()}
+    """The held-out metrics of a run, by their names in the rows.
+
+    For text they are nats per token, accuracy, and bits per byte. For preferences they are the
+    means over pairs of the loss, of the margin of rewards, and of its being above 0.
+
+    Raises:
+      DataError: No token of the batches is predicted.
+    """
+    batches = held_out.eval_batches(config.data.batch_size, config.eval_batches)
+    if isinstance(held_out, data.PairDataset):
+        sharding = batch_sharding(mesh)
+        sums = jax.device_get([eval_step(params, to_devices(batch, sharding)) for batch in batches])
+        total = lambda name: sum(float(values[name]) for values in sums)
+        names = {"loss": "loss_sum", **metrics_of(config)}
+        return {f"val_{name}": total(names[name]) / total("num_pairs") for name in names}
+    found = measure(eval_step, params, batches, held_out.token_bytes, mesh)
+    if not found.bytes:
+        raise data.DataError(
+            f"the {config.eval_batches} held-out batches have no text to predict, but prompts or "
+            "ends of documents alone; use a longer --data.sequence-length or more --eval-batches"
+        )
+    return {
+        "val_loss": found.loss,
+        "val_accuracy": found.accuracy,
+        "val_bpb": found.bits_per_byte,
+    }
 
 
 def measure(

@@ -4,12 +4,10 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from models.config import AUTO_REMAT
@@ -20,7 +18,7 @@ from train.checkpoints.checkpoint import Checkpoints, check_config
 from train.config import TrainConfig
 from train.distributed import StopVote, Watchdog, is_first, of_first
 from train.errors import RunError
-from train.evaluate import measure, measure_preferences
+from train.evaluate import held_out_metrics
 from train.faults import save_failed_step, stop_signals
 from train.hf_folder import check_model
 from train.objectives import metrics_of
@@ -400,7 +398,7 @@ class _Loop:
         self._watchdog.begin_other(f"the evaluation after step {step}")
         with self._throughput.pause():
             params = self._state.params
-            losses = _held_out_loss(self._config, self._mesh, eval_step, params, held_out)
+            losses = held_out_metrics(self._config, self._mesh, eval_step, params, held_out)
             row = {"step": step, **losses}
             if self._config.sample_tokens:
                 text = sample(self._config, self._tokenizer, params, TEMPERATURE)
@@ -412,31 +410,3 @@ class _Loop:
 
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self._start
-
-
-def _held_out_loss(
-    config: TrainConfig,
-    mesh: Mesh,
-    eval_step: Callable[..., Any],
-    params: nnx.State,
-    held_out: data.Dataset | data.PairDataset,
-) -> dict[str, float]:
-    """The held-out metrics. For text: nats per token, accuracy, and bits per byte.
-
-    For preferences: the loss, the margin of rewards, and the share of pairs with a margin above 0.
-    """
-    batches = held_out.eval_batches(config.data.batch_size, config.eval_batches)
-    if isinstance(held_out, data.PairDataset):
-        means = measure_preferences(eval_step, params, batches, mesh)
-        return {f"val_{name}": means[name] for name in ("loss", *metrics_of(config))}
-    sums = measure(eval_step, params, batches, held_out.token_bytes, mesh)
-    if not sums.bytes:
-        raise data.DataError(
-            f"the {config.eval_batches} held-out batches have no text to predict, but prompts or "
-            "ends of documents alone; use a longer --data.sequence-length or more --eval-batches"
-        )
-    return {
-        "val_loss": sums.loss,
-        "val_accuracy": sums.accuracy,
-        "val_bpb": sums.bits_per_byte,
-    }

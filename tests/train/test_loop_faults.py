@@ -28,6 +28,7 @@ from train import data
 from train.__main__ import main
 from train.config import DataConfig
 from train.errors import RunError
+from train.evaluate import held_out_metrics
 from train.faults import stop_signals
 from train.guard import initial_guard
 from train.loop import run
@@ -279,7 +280,7 @@ def test_held_out_rows_of_prompts_alone_are_an_error(tmp_path):
     assert held_out is not None
     config = dataclasses.replace(CONFIG, data=config, eval_batches=1)
     with pytest.raises(data.DataError, match="the 1 held-out batches have no text to predict"):
-        train.loop._held_out_loss(
+        held_out_metrics(
             config, make_mesh(data=4, fsdp=2), lambda *args: {}, nnx.State({}), held_out
         )
 
