@@ -278,24 +278,22 @@ class Throughput:
             raise ValueError(f"{window=} must be at least 1 step")
         self._clock = clock
         self._paused = 0.0
-        self._steps = 0
         self._tokens = 0
         self._flops = 0.0
-        # (seconds of training, steps, tokens, FLOPs) at each report; `window` intervals have one
-        # more end.
-        self._marks: collections.deque[tuple[float, int, int, float]] = collections.deque(
+        self._has_first = False
+        # (seconds of training, tokens, FLOPs) at each report after the first; `window` intervals
+        # have one more end.
+        self._marks: collections.deque[tuple[float, int, float]] = collections.deque(
             maxlen=window + 1
         )
 
     def update(self, tokens: int, flops: float) -> None:
         """Reports that one more step with so many tokens and FLOPs is done."""
-        is_first = not self._steps
-        self._steps += 1
         self._tokens += tokens
         self._flops += flops
-        if not is_first:
-            now = self._clock() - self._paused
-            self._marks.append((now, self._steps, self._tokens, self._flops))
+        if self._has_first:
+            self._marks.append((self._clock() - self._paused, self._tokens, self._flops))
+        self._has_first = True
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -309,25 +307,24 @@ class Throughput:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second; None before the third report."""
-        return self._per_second(2)
+        return self._per_second(1)
 
     @property
     def flops_per_s(self) -> float | None:
         """FLOPs per second; None before the third report."""
-        return self._per_second(3)
+        return self._per_second(2)
 
     @property
     def step_time_s(self) -> float | None:
         """Seconds per step; None before the third report."""
-        if len(self._marks) < 2:
-            return None
-        return self._seconds / (self._marks[-1][1] - self._marks[0][1])
+        num_steps = len(self._marks) - 1
+        return self._seconds / num_steps if num_steps > 0 else None
 
     def _per_second(self, part: int) -> float | None:
-        if len(self._marks) < 2 or not self._seconds:
+        if not self._seconds:
             return None
         return (self._marks[-1][part] - self._marks[0][part]) / self._seconds
 
     @property
     def _seconds(self) -> float:
-        return self._marks[-1][0] - self._marks[0][0]
+        return self._marks[-1][0] - self._marks[0][0] if self._marks else 0.0
