@@ -260,10 +260,8 @@ class MeshConfig:
 
     def __post_init__(self):
         check_ranges(self, fsdp=SIZE, tensor=SIZE)
-        if self.data != -1 and not SIZE.holds(self.data):
-            raise ValueError(
-                f"data={self.data} must lie in {SIZE}, or be -1 for all devices that are left"
-            )
+        if self.data != -1 and (fault := SIZE.fault(self.data)):
+            raise ValueError(f"data={self.data} {fault}, or be -1 for all devices that are left")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -442,8 +440,7 @@ class TrainConfig:
         if not self.model.fits(self.data.sequence_length):
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} exceeds "
-                f"model.max_position_embeddings={longest}; shorten the rows, or raise "
-                "the maximum"
+                f"model.max_position_embeddings={longest}; shorten the rows, or raise the maximum"
             )
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
@@ -452,12 +449,11 @@ class TrainConfig:
             )
         # Checked here, because samples are generated after the last step.
         sample_size = 1 + len(self.sample_prompt.encode()) + self.sample_tokens
-        if self.sample_tokens and sample_size > self.model.max_position_embeddings:
+        if self.sample_tokens and sample_size > longest:
             raise ValueError(
                 f"a sample of up to {sample_size} tokens (sample_prompt={self.sample_prompt!r} and "
                 f"sample_tokens={self.sample_tokens}) exceeds model.max_position_embeddings="
-                f"{self.model.max_position_embeddings}; ask for fewer sample_tokens, or shorten "
-                "sample_prompt"
+                f"{longest}; ask for fewer sample_tokens, or shorten sample_prompt"
             )
         first, last = self.profiled or (1, 1)
         if not 1 <= first <= last <= self.steps:

@@ -21,13 +21,9 @@ class Range:
     most: int | float
     below: bool = False
 
-    def holds(self, value: int | float) -> bool:
-        """Whether a number is in the range; NaN never is."""
-        return self.least <= value and (value < self.most if self.below else value <= self.most)
-
     def fault(self, value: int | float) -> str | None:
-        """Why a number cannot be used, as "must ..."; None if it can be."""
-        if not self.holds(value):
+        """Why a number, which may be NaN, cannot be used, as "must ..."; None if it can be."""
+        if not (self.least <= value <= self.most) or (self.below and value == self.most):
             return f"must lie in {self}"
         if 0 < value < _LEAST_FLOAT:
             return f"must be 0 or at least {_LEAST_FLOAT:.3g}, the smallest normal float32"
