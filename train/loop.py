@@ -257,7 +257,9 @@ class _Loop:
                     break
                 self._watchdog.begin(f"the batch of step {step + 1}")
             self._log_pending()
-            self._wait_for_checkpoint(step)
+            if self._checkpoints:
+                self._watchdog.begin_other(f"the checkpoint of step {step}")
+                self._checkpoints.wait()
         return self._state, step
 
     def _traced(self, first_step: int) -> tuple[int, int] | None:
@@ -301,11 +303,6 @@ class _Loop:
                 with self._throughput.pause():
                     self._writer.sync()
                     self._checkpoints.save(step, self._state, val_loss=val_loss)
-
-    def _wait_for_checkpoint(self, step: int) -> None:
-        if self._checkpoints:
-            self._watchdog.begin_other(f"the checkpoint of step {step}")
-            self._checkpoints.wait()
 
     def _log_pending(self) -> None:
         if self._pending is not None:

@@ -98,10 +98,8 @@ def open_writer(
 
 def keep_tokenizer(config: TrainConfig, folder: Path) -> None:
     """Copies the tokenizer of a run, if it has one, for the programs that read its models."""
-    if config.data.tokenizer:
-        folder.mkdir(exist_ok=True)
-        bos_token, eos_token = config.data.bos_token, config.data.eos_token
-        copy_tokenizer(config.data.tokenizer, folder, bos_token=bos_token, eos_token=eos_token)
+    bos_token, eos_token = config.data.bos_token, config.data.eos_token
+    copy_tokenizer(config.data.tokenizer, folder, bos_token=bos_token, eos_token=eos_token)
 
 
 def finish(

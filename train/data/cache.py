@@ -128,9 +128,8 @@ class Entry:
                 offsets = self._map(folder, split, "offsets")
                 prompts = self._map(folder, split, "prompts") if counts["prompts"] else None
         except FileNotFoundError as error:
-            raise DataError(
-                f"{self.folder / str(error.filename)} is damaged ({error.strerror}); remove the "
-                f"folder {self.folder} to make it again"
+            raise index_file.damaged(
+                self.folder, str(error.filename), str(error.strerror)
             ) from error
         except OSError as error:
             raise _cannot_be_used(self.folder, error) from error
@@ -274,9 +273,8 @@ class _Writing:
         index = index_file.read(folder, "progress.json") if found else index_file.beginning()
         self.position = Position(**index["position"])
         if not 0 <= self.position.file < max(len(reader.files), 1):
-            raise index_file.damaged(
-                folder, "progress.json", f"no file {self.position.file} of {len(reader.files)}"
-            )
+            reason = f"no file {self.position.file} of {len(reader.files)}"
+            raise index_file.damaged(folder.path, "progress.json", reason)
         self.counts: dict[str, dict[str, int]] = {split: index[split] for split in SPLITS}
         self.checksums: dict[str, int] = index["checksums"]
         self.content_hash: str = index["content_hash"]

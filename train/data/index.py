@@ -8,6 +8,7 @@ on one core, if the file is in memory.
 import json
 import os
 import zlib
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -58,15 +59,14 @@ def read(folder: OwnFolder, name: str) -> dict[str, Any]:
         if index.pop("checksum") != _checksum(index):
             raise ValueError("its checksum is wrong")
     except (ValueError, RecursionError) as error:
-        raise damaged(folder, name, str(error)) from error
+        raise damaged(folder.path, name, str(error)) from error
     return index
 
 
-def damaged(folder: OwnFolder, name: str, reason: str) -> DataError:
+def damaged(folder: Path, name: str, reason: str) -> DataError:
     """An error that names the file, the damage and the remedy."""
     return DataError(
-        f"{folder.path / name} is damaged ({reason}); remove the folder {folder.path} to make it "
-        "again"
+        f"{folder / name} is damaged ({reason}); remove the folder {folder} to make it again"
     )
 
 
@@ -96,7 +96,7 @@ def check_content(
       OSError: The file cannot be read.
     """
     if (found := os.fstat(file.fileno()).st_size) < size:
-        raise damaged(folder, name, f"it has {found:,} bytes, but {size:,} were written")
+        raise damaged(folder.path, name, f"it has {found:,} bytes, but {size:,} were written")
     if size >= _ANNOUNCED_BYTES:
         print(f"checking {folder.path / name}, {size / 2**30:.1f} GiB", flush=True)
     actual = 0
@@ -108,13 +108,15 @@ def check_content(
             if items.max() >= below:
                 index = int(np.argmax(items >= below))
                 raise damaged(
-                    folder,
+                    folder.path,
                     name,
                     f"token {items[index]} at index {first // dtype.itemsize + index} is not one "
                     f"of the tokenizer's {below}",
                 )
     if actual != checksum:
-        raise damaged(folder, name, f"its checksum is {actual:08x}, but {checksum:08x} was written")
+        raise damaged(
+            folder.path, name, f"its checksum is {actual:08x}, but {checksum:08x} was written"
+        )
 
 
 def _checksum(index: dict[str, Any]) -> int:
