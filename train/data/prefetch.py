@@ -1,10 +1,10 @@
 """Batches made ahead of the step, and the time that the step waits for them."""
 
+import collections
 import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -18,45 +18,23 @@ def prefetch[T](make_iterator: Callable[[], Iterable[T]], size: int = 2) -> Iter
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
-    items: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=size)
-    stopped = threading.Event()
+    iterator, end = iter(make_iterator()), object()
+    with ThreadPoolExecutor(1, "prefetch") as thread:
+        make: Callable[[], Any] = lambda: thread.submit(next, iterator, end)
+        # One more is in the making.
+        ahead = collections.deque(make() for _ in range(size + 1))
 
-    def put(kind: str, value: Any) -> bool:
-        if not stopped.is_set():
-            items.put((kind, value))
-        return not stopped.is_set()
+        def consume() -> Generator[T]:
+            while (item := ahead.popleft().result()) is not end:
+                ahead.append(make())
+                yield item
 
-    def produce() -> None:
+        consumer = consume()
         try:
-            for item in make_iterator():
-                if not put("item", item):
-                    return
-        except BaseException as error:  # any exception, or the consumer would wait for ever
-            put("error", error)
-        else:
-            put("end", None)
-
-    def consume() -> Generator[T]:
-        while True:
-            kind, value = items.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise value
-            yield value
-
-    thread = threading.Thread(target=produce, name="prefetch", daemon=True)
-    thread.start()
-    consumer = consume()
-    try:
-        yield consumer
-    finally:
-        consumer.close()
-        stopped.set()
-        # The thread may be waiting for room for one last item; after that it sees `stopped`.
-        while not items.empty():
-            items.get_nowait()
-        thread.join()
+            yield consumer
+        finally:
+            consumer.close()
+            thread.shutdown(cancel_futures=True)
 
 
 def timed[T](items: Iterable[T]) -> Iterator[tuple[float, T]]:

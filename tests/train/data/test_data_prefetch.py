@@ -13,7 +13,7 @@ from train.data import (
 
 
 def num_prefetch_threads():
-    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])
