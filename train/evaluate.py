@@ -64,7 +64,7 @@ def held_out_metrics(
     """The held-out metrics of a run, by their names in the rows.
 
     For text they are nats per token, accuracy, and bits per byte. For preferences they are the
-    means over pairs of the loss, of the margin of rewards, and of its being above 0.
+    mean loss, the mean margin of rewards, and the share of pairs with a margin above 0.
 
     Raises:
       DataError: No token of the batches is predicted.

@@ -293,15 +293,15 @@ def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]
     if config.objective == "dpo":
         loss_of = _loss_of(config)
 
-        def of_pairs(params: nnx.State, batch: Batch) -> Metrics:
+        def eval_step(params: nnx.State, batch: Batch) -> Metrics:
             loss, sums = loss_of(params, batch, 1.0)
             return {**sums, "loss_sum": loss, "num_pairs": num_pairs(batch["labels"])}
 
-        return of_pairs
+        return eval_step
     graphdef = model_graph(dataclasses.replace(config.model, fp8=None))
 
-    def of_tokens(params: nnx.State, batch: Batch) -> Metrics:
+    def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         _, sums = loss_and_sums(graphdef, params, batch)
         return {**sums, "num_tokens": jnp.sum(batch["labels"] != IGNORED)}
 
-    return of_tokens
+    return eval_step
