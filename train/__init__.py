@@ -7,7 +7,7 @@ A module imports only modules of earlier lines of this list, or of its own folde
 - `objective_config`, `hf_folder`: the settings of the objectives, and Hugging Face folders.
 - `config`: the configuration of a run and its presets.
 - `data`: batches. `guard`, `optimizers`: parts of the step.
-- `objectives`, `teacher`: the losses of `dpo` and `distill`, and the model to learn from.
+- `objectives`, `teacher`: the losses of all objectives, and the model to learn from.
   `token_ids`: the tokens that begin and end a text.
 - `step`: the training step, a pure function.
 - `distributed`: several processes.

@@ -1,8 +1,8 @@
 """The losses of the objectives, as sums over a batch, and their metrics.
 
 Each loss is `scale` times a sum in nats. `scale` is a factor inside the loss: outside, it would
-cost a product with every gradient. Only the loss has gradients.
-`linear_cross_entropy` describes `counted_fraction`.
+cost a product with every gradient. Only the loss has gradients. `linear_cross_entropy` describes
+`counted_fraction`.
 """
 
 import functools
