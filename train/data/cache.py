@@ -248,7 +248,7 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
     if reader.preferences:
         of_reading["preferences"] = True
     if reader.chat_template is not None:
-        # Not "template": entries with that name exist, and lack tools and some special tokens.
+        # Not "template": older entries with that name lack tools and some special tokens.
         of_reading["chat"] = dataclasses.asdict(reader.chat_template)
     return {
         "version": FORMAT_VERSION,
