@@ -200,13 +200,17 @@ class Program:
         inside = {key: cost.temp_bytes for key, cost in opaque.items()}
         return dataclasses.replace(total, temp_bytes=self._peak(ops, inside, held, aliased))
 
+    def _size(self, *values: Value) -> float:
+        """Bytes of some values on a device."""
+        return sum((self.bytes_per_device(value.aval) for value in values), 0.0)
+
     def _copy(self, size: float) -> float:
         return size / (self.rates.bandwidth * COPY_EFFICIENCY)
 
     def _opaque(self, op: Op) -> Cost:
         if op.params.get("name") in _WITHOUT_WORK:
             return Cost()
-        sizes = sum(self.bytes_per_device(value.aval) for value in (*op.inputs, *op.outputs))
+        sizes = self._size(*op.inputs, *op.outputs)
         flops = _dot_flops(op) if op.name == "dot_general" else _kernel_flops(op)
         if flops := flops / self.num_devices:
             rate = self.rates.flops * GEMM_EFFICIENCY
@@ -232,7 +236,7 @@ class Program:
             from_host = any("host" in str(value.aval).lower() for value in op.inputs)
             if not any(kinds) and not from_host:
                 return Cost()
-            moved = sum(self.bytes_per_device(value.aval) for value in op.outputs)
+            moved = self._size(*op.outputs)
             return Cost(seconds=moved / self.rates.host_bandwidth)
         if op.name == "scan":
             body = self._cost(op.params["jaxpr"].jaxpr)
@@ -261,7 +265,7 @@ class Program:
 
     def _without_results(self, inside: Cost, op: Op) -> Cost:
         """The cost without the memory of the results, which the caller counts."""
-        results = sum(self.bytes_per_device(value.aval) for value in op.outputs)
+        results = self._size(*op.outputs)
         return dataclasses.replace(inside, temp_bytes=max(inside.temp_bytes - results, 0.0))
 
     def _received(self, op: Op) -> float:
@@ -269,9 +273,7 @@ class Program:
         axes = op.params["axes" if op.name == "psum" else "axis_name"]
         axes = (axes,) if isinstance(axes, str) else axes
         number = math.prod(self.axis_sizes[axis] for axis in axes if axis not in self.hidden_axes)
-        whole = max(
-            sum(self.bytes_per_device(v.aval) for v in side) for side in (op.inputs, op.outputs)
-        )
+        whole = max(self._size(*side) for side in (op.inputs, op.outputs))
         rounds = 2 if op.name == "psum" else 1  # a psum is a reduce-scatter and an all-gather
         return rounds * whole * (1 - 1 / number)
 
@@ -292,9 +294,7 @@ class Program:
         copied = [value for value in sliced if any(map(is_copied, value.readers))]
         copied += [value for value in stacked if value.maker and is_copied(value.maker)]
         on_device = (value for value in copied if "<host>" not in str(value.aval))
-        return op.params["length"] * sum(
-            (2 * self.bytes_per_device(v.aval) for v in on_device), 0.0
-        )
+        return op.params["length"] * 2 * self._size(*on_device)
 
     def _takes_slices(self, op: Op) -> bool:
         """Whether an operation reads and writes slices of a stacked array in place."""
@@ -324,19 +324,17 @@ class Program:
                 if operand.maker is not None and operand.maker.root is root:
                     continue
                 for value in self._sources(operand):
-                    size = self.bytes_per_device(value.aval)
+                    size = self._size(value)
                     if op.name in SLICES:
-                        size = min(
-                            size, sum(self.bytes_per_device(output.aval) for output in op.outputs)
-                        )
+                        size = min(size, self._size(*op.outputs))
                     if op.name in UPDATES and operand is op.inputs[0]:
                         size = 0.0
                     read[id(value)] = max(read.get(id(value), 0.0), size)
             for value in op.outputs:
                 if self._materialized(value, results):
-                    size = self.bytes_per_device(value.aval)
+                    size = self._size(value)
                     if op.name in UPDATES:
-                        size = min(size, sum(self.bytes_per_device(v.aval) for v in op.inputs[1:]))
+                        size = min(size, self._size(*op.inputs[1:]))
                     written += size
         return sum(read.values()) + written
 
@@ -351,9 +349,7 @@ class Program:
             if value.maker is not None and value.maker.fusible:
                 made_of = [s for operand in value.maker.inputs for s in self._sources(operand)]
                 made_of = list({id(source): source for source in made_of}.values())
-                if sum(self.bytes_per_device(s.aval) for s in made_of) <= self.bytes_per_device(
-                    value.aval
-                ):
+                if self._size(*made_of) <= self._size(value):
                     value.sources = made_of
         return value.sources
 
@@ -390,7 +386,7 @@ class Program:
                     continue
                 if op.fusible and not self._materialized(value, held):
                     continue
-                size = self.bytes_per_device(value.aval)
+                size = self._size(value)
                 live += size
                 if id(value) not in held:
                     end = last.get(id(value), index)
