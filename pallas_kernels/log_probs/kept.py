@@ -31,9 +31,7 @@ def keeps_chunks(request: Request, plan: TokenChunks | InPlace) -> bool:
     """Whether the exponentials of a chunk can wait for the cotangents of its tokens."""
     settings = request.settings
     return (
-        plan.without_dweight.by_exponentials
-        and settings.options.logit_softcap is None
-        and not settings.vocab_axes
+        plan.by_exponentials and settings.options.logit_softcap is None and not settings.vocab_axes
     )
 
 

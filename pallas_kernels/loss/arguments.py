@@ -197,7 +197,7 @@ def checked_request(
     check_choice("reduction", reduction, Reduction)
     check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
     options = _checked_options(label_smoothing, z_loss, logit_softcap)
-    sizes = checked_chunks(
+    chunks = checked_chunks(
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,
@@ -221,7 +221,7 @@ def checked_request(
         weight=jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         has_bias=bias is not None,
         is_low_rank=isinstance(weight, low_rank.TwoParts),
-        **sizes,
+        **chunks,
         counted_fraction=fraction,
     )
     return request, why_no_kernel

@@ -80,7 +80,7 @@ def losses_and_gradients(
     columns = Columns.make(settings, weight.astype(x.dtype), bias)
     coefficients, scale = scaled_coefficients(x, coefficients, labels, place[1])
     one_chunk = functools.partial(_chunk_by_exponentials, settings, columns)
-    if not plan.without_dweight.by_exponentials:
+    if not plan.by_exponentials:
         dx_dtype = x.dtype if scale is None else jnp.float32
         one_chunk = functools.partial(_chunk_by_logits, settings, columns, place, dx_dtype)
     first = functools.partial(_first_in_place, settings, columns)

@@ -293,7 +293,7 @@ def _backward_of(key: tuple[_CrossEntropy, Mask], place: Place) -> Callable[...,
                 )
             else:
                 plan = plan if wanted[1] else plan.without_dweight
-                if plan.without_dweight.by_exponentials:
+                if plan.by_exponentials:
                     gradients = recomputed.gradients_of_losses(request.settings, plan, *args, lse)
                 else:
                     _, gradients = by_tokens.losses_and_gradients(request.settings, plan, *args)

@@ -154,7 +154,7 @@ class Request:
         the sum is float32 at first, which takes 4 bytes more for logits of 16 bits.
         """
         itemsize = self.logits_dtype.itemsize
-        has_sum = self.is_low_rank and not _token_chunks(self, 1).by_exponentials
+        has_sum = self.is_low_rank and not _stores_exponentials(self)
         return itemsize + 4 if has_sum and itemsize < 4 else itemsize
 
 
@@ -207,6 +207,8 @@ class InPlace:
     extent: in_place.Extent
     chunk_size: int | None
     without_dweight: TokenChunks
+
+    by_exponentials = True
 
 
 type Plan = AllLogits | TokenChunks | ColumnChunks | InPlace
@@ -288,10 +290,17 @@ def seconds(
     request: Request, plan: TokenChunks | InPlace, rates: cost.Rates = cost.H100_RATES
 ) -> float:
     """The estimated time of a loss with its gradients."""
-    num_tokens, sizes = len(request.x), _sizes(request)
+    result, total = request.weight.dtype.itemsize, request.settings.accum_dtype.itemsize
+    of_all_plans = cost.Sizes(
+        hidden_size=request.sizes[1],
+        vocab_size=request.padded_vocab_size,
+        weight_layout=request.settings.weight_layout,
+        result_bytes=0 if request.is_low_rank else result,
+        sum_bytes=0 if request.is_low_rank else total,
+    )
     if isinstance(plan, TokenChunks):
-        return cost.of_chunks(sizes, num_tokens, plan.chunk_size, rates)
-    return cost.of_in_place(sizes, num_tokens, plan.extent, plan.chunk_size, rates)
+        return cost.of_chunks(of_all_plans, len(request.x), plan.chunk_size, rates)
+    return cost.of_in_place(of_all_plans, len(request.x), plan.extent, plan.chunk_size, rates)
 
 
 def weighted(seconds: float, num_bytes: int, limit: int) -> float:
@@ -305,22 +314,16 @@ def limit_of(request: Request) -> int:
     return by_default if request.max_logits_bytes is None else request.max_logits_bytes
 
 
-def _sizes(request: Request) -> cost.Sizes:
-    result, total = request.weight.dtype.itemsize, request.settings.accum_dtype.itemsize
-    return cost.Sizes(
-        hidden_size=request.sizes[1],
-        vocab_size=request.padded_vocab_size,
-        weight_layout=request.settings.weight_layout,
-        result_bytes=0 if request.is_low_rank else result,
-        sum_bytes=0 if request.is_low_rank else total,
-    )
+def _stores_exponentials(request: Request) -> bool:
+    """Whether the GEMM of the logits of a chunk of tokens stores their exponentials.
+
+    On a split vocabulary the softmax needs the sums of all devices, which come after the GEMM.
+    """
+    return not request.settings.vocab_axes and _no_exponentials(request) is None
 
 
 def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
-    # On a split vocabulary the softmax needs the sums of all devices, after the GEMM.
-    is_split = bool(request.settings.vocab_axes)
-    by_exponentials = not is_split and _no_exponentials(request) is None
-    return TokenChunks(chunk_size=chunk_size, by_exponentials=by_exponentials)
+    return TokenChunks(chunk_size=chunk_size, by_exponentials=_stores_exponentials(request))
 
 
 def _column_chunks(request: Request, num_columns: int) -> ColumnChunks:
@@ -366,8 +369,8 @@ def _in_place(
     if (reason := _no_exponentials(request)) is not None:
         return [], reason
     accum_dtype, layout = request.settings.accum_dtype, request.settings.weight_layout
-    found, reason = {}, f"{num_tokens} tokens are too many for the limit"
-    for dtype in map(jnp.dtype, (request.weight.dtype, accum_dtype)):
+    found, reason = [], f"{num_tokens} tokens are too many for the limit"
+    for dtype in dict.fromkeys((request.weight.dtype, accum_dtype)):
         width = in_place.row_width(hidden_size, dtype)
         refused = in_place.unsupported_reason(request.x, request.operand, dtype, layout)
         if refused is not None:
@@ -376,15 +379,15 @@ def _in_place(
         bands, rest = _bands(request, dtype), num_tokens - width
         if rest <= max(chunk_sizes):
             inside = min(num_tokens, width)
-            found[in_place.Extent(inside, num_tokens - inside, dtype, bands), None] = None
+            found.append((in_place.Extent(inside, num_tokens - inside, dtype, bands), None))
         if rest <= 0 or dtype != accum_dtype:
             continue
         for size in chunk_sizes:
             num_chunks = math.ceil(rest / size)
             num_inside = num_tokens - num_chunks * size
             if num_chunks > 1 and num_inside > 0:
-                found[in_place.Extent(num_inside, 0, dtype, bands), size] = None
-    return list(found), None if found else reason
+                found.append((in_place.Extent(num_inside, 0, dtype, bands), size))
+    return found, None if found else reason
 
 
 def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
