@@ -33,7 +33,7 @@ from pallas_kernels.loss.description import describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.low_rank import LoRA
 from pallas_kernels.loss.mosaic_gpu import linear_launch
-from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
+from pallas_kernels.loss.plan import Request, choose
 from pallas_kernels.partition import gathered
 
 _MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
@@ -379,7 +379,7 @@ def linear_token_loss(
         bias,
         labels,
         token_data=token_data,
-        per_token=bool(per_token),
+        keeps=keeps_chunks if per_token else keeps_all,
         temperature=temperature,
         ignore_index=ignore_index,
         logit_softcap=logit_softcap,
@@ -442,7 +442,7 @@ def _checked_options(
     weight_layout: WeightLayout,
     token_data: Any = None,
     keep_exponentials: bool = False,
-    per_token: bool | None = None,
+    keeps: Callable[[Request, Any], bool] | None = None,
     **options: Any,
 ) -> tuple[Request, float, Int[Array, "*T"], int]:
     """`(request, temperature, labels, V of all devices)` of a call.
@@ -463,7 +463,8 @@ def _checked_options(
       weight_layout: Layout of the weight.
       token_data: Data of the tokens, as for `linear_token_loss`.
       keep_exponentials: Whether exponentials are saved for the backward, where they can be.
-      per_token: As for `linear_token_loss`; None for other functions.
+      keeps: Function that says whether exponentials wait for the cotangents in the forward; None
+        if the forward does not know the cotangents.
       **options: Options that `checked_request` checks.
     """
     temperature = checked_temperature(temperature)
@@ -493,7 +494,7 @@ def _checked_options(
             request = dataclasses.replace(request, chunk_size=len(request.x))
         else:
             log_once(f"{name}: keep_exponentials=True has no effect: {reason}")
-    describe_plan = lambda: _described(request, why_no_kernel, is_kept, per_token)
+    describe_plan = lambda: _described(request, why_no_kernel, is_kept, keeps)
     record(
         name,
         (x, weight, labels, bias),
@@ -508,19 +509,13 @@ def _checked_options(
     return request, temperature, labels, vocab_size
 
 
-def _described(
-    request: Request, why_no_kernel: str | None, is_kept: bool, per_token: bool | None
-) -> str:
+def _described(request: Request, why_no_kernel: str | None, is_kept: bool, keeps: Any) -> str:
     """The plan in words, for `_checked_options`, which has these values."""
-    # With three products the logits exist once, as those of a loss with a reduction.
     is_three = is_kept
-    if per_token is not None and request.settings.implementation == "mosaic_gpu":
+    if keeps is not None and request.settings.implementation == "mosaic_gpu":
         rows = request.of_counted
-        chosen = choose(differentiable.planned(rows)).plan
-        assert isinstance(chosen, TokenChunks | InPlace)
-        is_three = (keeps_chunks if per_token else keeps_all)(rows, chosen)
-    reduction = "mean" if is_three else "none"
-    plan = describe(differentiable.planned(request), reduction, why_no_kernel)
+        is_three = keeps(rows, choose(differentiable.planned(rows)).plan)
+    plan = describe(differentiable.planned(request), why_no_kernel, 3 if is_three else 4)
     if is_kept:
         plan = dataclasses.replace(plan, reason="The caller asks for keep_exponentials=True.")
     return str(plan)

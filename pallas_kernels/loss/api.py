@@ -233,7 +233,7 @@ def linear_cross_entropy(
     )
     of_tokens = {"x": x, "labels": labels, "token_weights": token_weights}
     parts = num_parts(vocab_axis, _NAME, weight, **of_tokens)
-    describe_plan = lambda: str(describe(request, reduction, why_no_kernel))
+    describe_plan = lambda: str(describe(request, why_no_kernel, _num_products(reduction)))
     record(
         _NAME,
         (x, weight, labels, bias, token_weights),
@@ -314,7 +314,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
         )
         of_tokens = {name: arrays[name] for name in ("labels", "token_weights")}
         num_parts(given["vocab_axis"], _NAME, weight, x=x, **of_tokens)
-        plans.append(describe(request, given["reduction"], why_no_kernel))
+        plans.append(describe(request, why_no_kernel, _num_products(given["reduction"])))
 
     jax.eval_shape(trace, arrays)
     return plans[0]
@@ -322,6 +322,10 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
 
 _ARRAYS = ("x", "weight", "labels", "bias", "token_weights")
 _WITHOUT_A_PLAN = {"check_labels", "return_metrics"}
+
+
+def _num_products(reduction: Reduction) -> int:
+    return 4 if reduction == "none" else 3  # losses that are not added up have a cotangent each
 
 
 def _metrics(losses: TokenLosses, weights, counts, per_weight) -> LossMetrics:

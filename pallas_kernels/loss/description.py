@@ -77,8 +77,12 @@ class LossPlan:
         return "\n".join(lines)
 
 
-def describe(request: Request, reduction: str, why_no_kernel: str | None) -> LossPlan:
-    """The description of the plan that `choose` has for the call."""
+def describe(request: Request, why_no_kernel: str | None, num_products: int) -> LossPlan:
+    """The description of the plan that `choose` has for the call.
+
+    A plan that splits tokens takes `num_products` with gradients: 3 if the forward knows the
+    cotangents, or 4 if the backward computes the logits again. Other plans have their own number.
+    """
     all_tokens, request = len(request.x), request.of_counted
     plan, reason = choose(request)
     if len(request.x) < all_tokens:
@@ -91,9 +95,6 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
     itemsize = request.bytes_of_logit
     is_kernel = settings.implementation == "mosaic_gpu"
     padded = lambda n: n + padding(n) if is_kernel else n
-    # Without a reduction the forward does not know the cotangents, so the backward makes the logits
-    # again.
-    num_products = 4 if reduction == "none" else 3
     num_chunks, tokens, columns, in_dweight = 1, num_tokens, vocab_size, 0
     match plan:
         case AllLogits():
