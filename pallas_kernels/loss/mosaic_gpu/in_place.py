@@ -135,14 +135,22 @@ def time_of_bands(
     return of_bands + tiles(bands.num_copied) * per_tile + products.STORE_COST
 
 
-def places(extent: Extent, hidden_size: int, weight_layout: WeightLayout) -> tuple[Stored, Stored]:
-    """The layouts of exponentials or dlogits inside of `dweight`'s memory and beside it."""
+def parts_of(
+    extent: Extent, hidden_size: int, weight_layout: WeightLayout
+) -> list[tuple[slice, Stored]]:
+    """The tokens inside with the layout of their exponentials, and those beside if any are."""
     width = row_width(hidden_size, extent.dtype)
     lines = extent.num_beside + -extent.num_beside % BLOCK_M
-    if weight_layout == "vd":
-        return Transposed(width, extent.bands.num_copied), Transposed(lines, 0)
-    tile = columns_in_place.TILE
-    return Interleaved(hidden_size, width // hidden_size, tile), Interleaved(lines, 1, tile)
+    inside: Stored = Transposed(width, extent.bands.num_copied)
+    beside: Stored = Transposed(lines, 0)
+    if weight_layout == "dv":
+        tile = columns_in_place.TILE
+        inside = Interleaved(hidden_size, width // hidden_size, tile)
+        beside = Interleaved(lines, 1, tile)
+    parts = [(slice(0, extent.num_inside), inside)]
+    if extent.num_beside:
+        parts.append((slice(extent.num_inside, extent.num_tokens), beside))
+    return parts
 
 
 def loss_and_gradients(
@@ -193,17 +201,6 @@ def loss_and_gradients(
     return found, dx, dweight
 
 
-def parts_of(
-    extent: Extent, hidden_size: int, weight_layout: WeightLayout
-) -> list[tuple[slice, Stored]]:
-    """The tokens inside with the layout of their exponentials, and those beside if any are."""
-    inside, outside = places(extent, hidden_size, weight_layout)
-    parts: list[tuple[slice, Stored]] = [(slice(extent.num_inside), inside)]
-    if extent.num_beside:
-        parts.append((slice(extent.num_inside, None), outside))
-    return parts
-
-
 def joined(of_parts: Sequence[Any]) -> Any:
     """Arrays of all tokens, from those of each part."""
     if len(of_parts) == 1:
@@ -236,35 +233,31 @@ def gradients(
     assert not isinstance(weight, TwoParts), "no dweight, no memory"
     width = row_width(x.shape[1], extent.dtype)
     assert not extent.num_beside or extent.num_inside == width, "products read all of the memory"
-    in_memory = places(extent, x.shape[1], weight_layout)
-    operands: dict[str, Any] = {"a_layout": "KM"}
-    if weight_layout == "dv":
-        operands = {"a_layout": "MK", "b_layout": "NK"}
-    parts, end = [], 0
-    for part, place in zip(values, in_memory, strict=False):
-        start, end = end, extent.num_tokens if end else extent.num_inside
-        parts.append(
+    parts = parts_of(extent, x.shape[1], weight_layout)
+    dx = joined(
+        [
             products.product(
                 part,
                 weight,
-                **operands,
+                a_layout="KM" if weight_layout == "vd" else "MK",
+                b_layout="KN" if weight_layout == "vd" else "NK",
                 a_stored=place if isinstance(place, Interleaved) else None,
-                num_rows=end - start,
-                row_factor=None if factor is None else factor[start:end],
+                num_rows=tokens.stop - tokens.start,
+                row_factor=None if factor is None else factor[tokens],
                 first_row_of_b=place.shift if isinstance(place, Transposed) else 0,
                 dtype=x.dtype,
                 kernel_name="input_gradient",
                 config=config.dx,
             )
-        )
-    dx = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            for part, (tokens, place) in zip(values, parts, strict=True)
+        ]
+    )
     scaled_x = x if factor is None else exponentials.scaled(x, factor)
     # All reads of whole exponentials end before a band writes over some. Otherwise XLA copies.
     values, dx, scaled_x = jax.lax.optimization_barrier((list(values), dx, scaled_x))
     inside, beside = values if len(values) == 2 else (values[0], None)
-    if weight_layout == "dv":
-        return dx, _by_columns(inside, beside, scaled_x, extent, in_memory, config)
-    return dx, _by_rows(inside, beside, scaled_x, extent, config)
+    by_bands = _by_rows if weight_layout == "vd" else _by_columns
+    return dx, by_bands(inside, beside, scaled_x, extent, config)
 
 
 def _by_rows(
@@ -325,13 +318,13 @@ def _by_columns(
     beside: Float[Array, "lines V"] | None,
     scaled_x: Float[Array, "T D"],
     extent: Extent,
-    in_memory: tuple[Any, Any],
     config: Config,
 ) -> Float[Array, "D V"]:
     """`dweight` in bands of columns, each from a copy of its exponentials."""
-    dtype, bands, (place, place_beside) = extent.dtype, extent.bands, in_memory
+    dtype, bands = extent.dtype, extent.bands
     hidden_size, width = values.shape
-    vocab_size = width // place.tokens_of_row
+    places: list[Any] = [place for _, place in parts_of(extent, hidden_size, "dv")]
+    vocab_size = width // places[0].tokens_of_row
     if dtype.itemsize > values.dtype.itemsize:
         values = values.reshape(hidden_size, vocab_size, -1)
     dweight = jax.lax.bitcast_convert_type(values, dtype)
@@ -341,9 +334,9 @@ def _by_columns(
         inside = jax.lax.bitcast_convert_type(inside, scaled_x.dtype).reshape(hidden_size, -1)
         # The copy ends before the kernel writes. Otherwise XLA would copy all of `dweight`.
         dweight, inside = jax.lax.optimization_barrier((dweight, inside))
-        parts = [Part(inside, place, 0)]
+        parts = [Part(inside, places[0], 0)]
         if beside is not None:
-            parts.append(Part(beside, place_beside, start))
+            parts.append(Part(beside, places[1], start))
         return columns_in_place.with_columns(
             dweight, parts, scaled_x, start, num_columns=num_columns, config=config.dweight
         )
