@@ -16,11 +16,13 @@ class Logits(NamedTuple):
       values: Products of hidden states and output embedding, as they lie in memory.
       bias: Bias of the logits, if there is one.
       softcap: Bound c of `c · tanh(z / c)`; None sets no bound.
+      temperature: Divisor of the logits after the softcap.
     """
 
     values: Float[Array, "*T V"]
     bias: Float[Array, " V"] | None
     softcap: float | None
+    temperature: float
 
     def stored(self) -> "Logits":
         """The same logits, such that all readers see the numbers that are in memory.
@@ -35,9 +37,9 @@ class Logits(NamedTuple):
         """The logits with their bias, float32."""
         return with_bias(self.values.astype(jnp.float32), self.bias)
 
-    def scaled(self, temperature: float) -> Float[Array, "*T V"]:
+    def scaled(self) -> Float[Array, "*T V"]:
         """The logits with bias and softcap, divided by the temperature, float32."""
-        return softcapped(self.with_bias(), self.softcap) / temperature
+        return softcapped(self.with_bias(), self.softcap) / self.temperature
 
     def times_slope(self, gradient: Float[Array, "*T V"]) -> Float[Array, "*T V"]:
         """The gradient times the derivative of the softcap."""

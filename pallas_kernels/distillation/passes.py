@@ -134,10 +134,8 @@ def statistics(
     teacher: Logits,
     first_row: Int[Array, ""],
     rows: RowReductions,
-    *,
-    temperature: float,
 ) -> Statistics:
-    """`divergence.statistics` of logits over `temperature`, of the teacher's rows.
+    """`divergence.statistics` of the teacher's rows.
 
     Both logsumexps are in units of log 2, as `dlogits` reads them.
 
@@ -147,10 +145,9 @@ def statistics(
       teacher: Logits of the teacher. The number of rows is a multiple of `ROWS`.
       first_row: The student's row that is the teacher's first, int32.
       rows: Reductions over the columns.
-      temperature: Divisor of the logits.
     """
     of_kl = {"forward_kl": 1, "reverse_kl": 0}.get(divergence.name)
-    sources = _Sources.make(student, teacher, first_row, temperature)
+    sources = _Sources.make(student, teacher, first_row)
     sums = functools.partial(_sums, of_kl)
     start = (_LOWEST, 0.0) * 2 + (0.0,) * (of_kl is not None)
     found = _reduce_columns("distillation_sums", sums, start, sources, ())
@@ -184,8 +181,6 @@ def dlogits(
     first_row: Int[Array, ""],
     row: Float[Array, " T"],
     found: Statistics,
-    *,
-    temperature: float,
     dtype: Any,
 ) -> Float[Array, "rows V"]:
     """`row · divergence.derivative`, and times the derivative of the softcap; 0 where `row` is 0.
@@ -197,7 +192,7 @@ def dlogits(
     numbers = row, found.lse, found.teacher_lse, of_student
     in_place = student.values.dtype == dtype
     assert in_place or student.values.shape == teacher.values.shape, "one part"
-    sources = _Sources.make(student, teacher, first_row, temperature)
+    sources = _Sources.make(student, teacher, first_row)
     columns = _Columns(sources.num_columns, sources.itemsize)
 
     def kernel(*refs: Any) -> None:
@@ -243,7 +238,7 @@ class _Sources(NamedTuple):
       arrays: Logits of student and teacher, the biases that there are, and `[first row]`.
       biased: Whether student and teacher have a bias.
       softcaps: Their bounds.
-      scale: Factor of the logits that makes them exponents of 2.
+      scale: Factor of both logits that makes them exponents of 2; they have one temperature.
     """
 
     arrays: tuple[Array, ...]
@@ -252,9 +247,7 @@ class _Sources(NamedTuple):
     scale: float
 
     @classmethod
-    def make(
-        cls, student: Logits, teacher: Logits, first_row: Int[Array, ""], temperature: float
-    ) -> "_Sources":
+    def make(cls, student: Logits, teacher: Logits, first_row: Int[Array, ""]) -> "_Sources":
         """What the kernels read of these logits."""
         logits = student, teacher
         biases = [one.bias.astype(jnp.float32) for one in logits if one.bias is not None]
@@ -263,7 +256,7 @@ class _Sources(NamedTuple):
             at_aligned_addresses((*values, *biases, first_row.reshape(1))),
             tuple(one.bias is not None for one in logits),
             tuple(one.softcap for one in logits),
-            LOG2_E / temperature,
+            LOG2_E / student.temperature,
         )
 
     @property

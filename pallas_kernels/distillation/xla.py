@@ -106,7 +106,7 @@ def losses_and_gradients(
             x, coefficients, *teacher = chunk
         logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
         row = coefficients / settings.temperature if any(wanted) else None
-        student = Logits(logits, bias, settings.logit_softcap)
+        student = Logits(logits, bias, settings.logit_softcap, settings.temperature)
         losses, dz = of_logits(student, row, x.dtype, *teacher)
         dx = dweight = dbias = None
         if wanted[0]:
@@ -158,22 +158,15 @@ def _of_teacher_logits(
     """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
     teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
     student, teacher = student.stored(), teacher.stored()
-    temperature = settings.temperature
-    found = statistics(
-        settings.divergence, student.scaled(temperature), teacher.scaled(temperature), rows
-    )
+    found = statistics(settings.divergence, student.scaled(), teacher.scaled(), rows)
     if row is None:
         return found.loss, None
 
     def dlogits(values: Any, teacher_values: Any, row: Any, found: Statistics) -> Array:
         of_student = student._replace(values=values)
         of_teacher = teacher._replace(values=teacher_values)
-        gradient = derivative(
-            settings.divergence,
-            of_student.scaled(temperature),
-            of_teacher.scaled(temperature),
-            found,
-        )
+        logits = of_student.scaled(), of_teacher.scaled()
+        gradient = derivative(settings.divergence, *logits, found)
         return _times_row(row, of_student.times_slope(gradient)).astype(dtype)
 
     return found.loss, _in_place(dlogits, dtype, student.values, teacher.values, row, found)
@@ -190,20 +183,19 @@ def _by_kernels(
     teacher_bias: Float[Array, " V"] | None,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """The same as `_of_teacher_logits`, with the teacher's logits of one part at a time."""
-    options: dict[str, Any] = {"temperature": settings.temperature}
     num_parts, size, _ = teacher_x.shape
 
     def one_part(values: Array, part: Any) -> tuple[Array, Float[Array, " tokens"]]:
         first_row, teacher_x, row = part
         teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
         both = student._replace(values=values), teacher, first_row
-        found = passes.statistics(settings.divergence, *both, rows, **options)
+        found = passes.statistics(settings.divergence, *both, rows)
         if row is None:
             return values, found.loss
         # All logits are read before their memory changes, or XLA would copy them.
         found, values = jax.lax.optimization_barrier((found, values))
         both = student._replace(values=values), teacher, first_row
-        dz = passes.dlogits(settings.divergence, *both, row, found, dtype=dtype, **options)
+        dz = passes.dlogits(settings.divergence, *both, row, found, dtype)
         return dz, found.loss
 
     first_rows = size * jnp.arange(num_parts, dtype=jnp.int32)
@@ -229,7 +221,7 @@ def _teacher_logits(
         teacher_weight,
         settings.dtype_of_logits(teacher_x),
     )
-    return Logits(values, teacher_bias, settings.teacher_logit_softcap)
+    return Logits(values, teacher_bias, settings.teacher_logit_softcap, settings.temperature)
 
 
 def _of_top_k(
@@ -247,8 +239,7 @@ def _of_top_k(
     Their derivatives come back to the same places. So the tail's probability is a sum, and never 1
     minus a sum, which would have lost its digits where the `k` tokens have nearly all probability.
     """
-    logits, bias, softcap = student.stored()
-    temperature = settings.temperature
+    logits, bias, softcap, temperature = student.stored()
     num_columns = logits.shape[-1]
     first, vocab_size = 0, num_columns
     if rows.axes:
@@ -274,7 +265,7 @@ def _of_top_k(
 
     def tail_of(values: Any) -> tuple[Logits, Array]:
         of_tail = student._replace(values=values)
-        rest = of_tail.scaled(temperature)
+        rest = of_tail.scaled()
         return of_tail, rest if softcap is None else jnp.where(values == absent, -jnp.inf, rest)
 
     _, rest = tail_of(remaining)
