@@ -53,12 +53,12 @@ _LOWEST = -1e30
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-class _Part(NamedTuple):
-    """Columns that a block reads.
+class _Tile(NamedTuple):
+    """A tile of a block, which has a row for each warp.
 
     Attributes:
       vector: Neighbouring elements that a lane loads at once.
-      width: Columns of a tile.
+      width: Number of columns.
     """
 
     vector: int
@@ -80,15 +80,15 @@ class _Columns:
 
     def __init__(self, num_columns: int, itemsize: int):
         vector = BYTES_PER_ACCESS // itemsize
-        self.whole = _Part(vector, _ACCESSES * vector * LANES)
+        self.whole = _Tile(vector, _ACCESSES * vector * LANES)
         self.num_tiles = num_columns // self.whole.width
         self.num_whole_parts = pl.cdiv(self.num_tiles, _TILES)
-        self.narrow: list[tuple[int, _Part]] = []
+        self.narrow: list[tuple[int, _Tile]] = []
         start = self.num_tiles * self.whole.width
         widths = (self.whole.width // 2, *(v * LANES for v in (4, 2, 1) if v < vector))
         for width in widths:
             while num_columns - start >= width:
-                self.narrow.append((start, _Part(width // LANES, width)))
+                self.narrow.append((start, _Tile(width // LANES, width)))
                 start += width
         assert start == num_columns, "unsupported_reason"
 
@@ -97,8 +97,8 @@ class _Columns:
         """Number of all parts of a row."""
         return self.num_whole_parts + len(self.narrow)
 
-    def run(self, part: Any, body: Callable[[_Part, Any, Any], None]) -> None:
-        """Calls `body(part, first column, number of tiles)` for the part of this number."""
+    def run(self, part: Any, body: Callable[[_Tile, Any, Any], None]) -> None:
+        """Calls `body(tile, first column, number of tiles)` for the part of this number."""
         if self.num_whole_parts:
 
             @pl.when(part < self.num_whole_parts)
@@ -198,21 +198,21 @@ def dlogits(
     def kernel(*refs: Any) -> None:
         logits_gmem, refs = refs[: len(sources.arrays)], refs[len(sources.arrays) :]
         out = logits_gmem[0] if in_place else refs[len(numbers)]
-        of_student, at = sources.rows(logits_gmem)
+        student_rows, rows = sources.rows(logits_gmem)
 
-        def body(part: _Part, first: Any, number: Any) -> None:
-            of_rows = [load(ref.at[at], part.layout.reduce(1)) for ref in refs[: len(numbers)]]
-            to_tile = lambda a: jax.lax.broadcast_in_dim(a, part.shape, (0,))
+        def body(tile: _Tile, first: Any, number: Any) -> None:
+            of_rows = [load(ref.at[rows], tile.layout.reduce(1)) for ref in refs[: len(numbers)]]
+            to_tile = lambda a: jax.lax.broadcast_in_dim(a, tile.shape, (0,))
             factor = to_tile(of_rows[0])
 
             def step(i: Any, _: Any) -> None:
-                place = pl.ds(first + i * part.width, part.width)
-                (z, slope), (t, _) = sources.load(logits_gmem, part, (of_student, at), place)
+                place = pl.ds(first + i * tile.width, tile.width)
+                (z, slope), (t, _) = sources.load(logits_gmem, tile, (student_rows, rows), place)
                 made = _derivative(divergence, z, t, *map(to_tile, of_rows[1:]))
                 made = made if slope is None else made * slope
                 # Also where a logit is NaN, if the row does not count.
                 made = jnp.where(factor == 0.0, 0.0, factor * made)
-                store(out.at[of_student, place], made.astype(dtype))
+                store(out.at[student_rows, place], made.astype(dtype))
 
             jax.lax.fori_loop(0, number, step, None)
 
@@ -280,7 +280,7 @@ class _Sources(NamedTuple):
         return pl.ds(gmems[-1][0] + row, ROWS), pl.ds(row, ROWS)
 
     def load(
-        self, gmems: Sequence[Any], part: _Part, rows: tuple[Any, Any], columns: Any
+        self, gmems: Sequence[Any], tile: _Tile, rows: tuple[Any, Any], columns: Any
     ) -> list[tuple[jax.Array, jax.Array | None]]:
         """`(exponent of 2, derivative of the softcap)` of student and teacher in a tile."""
         biases = iter(gmems[2:])
@@ -288,10 +288,10 @@ class _Sources(NamedTuple):
         for gmem, at, has_bias, softcap in zip(
             gmems[:2], rows, self.biased, self.softcaps, strict=True
         ):
-            z = load(gmem.at[at, columns], part.layout).astype(jnp.float32)
+            z = load(gmem.at[at, columns], tile.layout).astype(jnp.float32)
             if has_bias:
-                bias = load(next(biases).at[columns], part.layout.reduce(0))
-                z += jax.lax.broadcast_in_dim(bias, part.shape, (1,))
+                bias = load(next(biases).at[columns], tile.layout.reduce(0))
+                z += jax.lax.broadcast_in_dim(bias, tile.shape, (1,))
             slope = None
             if softcap is not None:
                 bounded = tanh(z * (1 / softcap))
@@ -323,22 +323,22 @@ def _reduce_columns(
         gmems, refs = refs[: len(sources.arrays)], refs[len(sources.arrays) :]
         of_rows, outs = refs[: len(numbers)], refs[len(numbers) :]
         number_of_part = jax.lax.axis_index("part")
-        of_student, at = sources.rows(gmems)
+        student_rows, rows = sources.rows(gmems)
 
-        def body(part: _Part, first: Any, number: Any) -> None:
-            layout = part.layout.reduce(1)
-            to_tile = lambda a: jax.lax.broadcast_in_dim(a, part.shape, (0,))
-            spread = [to_tile(load(ref.at[at], layout)) for ref in of_rows]
+        def body(tile: _Tile, first: Any, number: Any) -> None:
+            layout = tile.layout.reduce(1)
+            to_tile = lambda a: jax.lax.broadcast_in_dim(a, tile.shape, (0,))
+            spread = [to_tile(load(ref.at[rows], layout)) for ref in of_rows]
             filled = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), layout)
 
             def one(i: Any, running: Any) -> Any:
-                place = pl.ds(first + i * part.width, part.width)
-                exponents = [z for z, _ in sources.load(gmems, part, (of_student, at), place)]
+                place = pl.ds(first + i * tile.width, tile.width)
+                exponents = [z for z, _ in sources.load(gmems, tile, (student_rows, rows), place)]
                 return step(running, *exponents, *spread)
 
             running = jax.lax.fori_loop(0, number, one, list(map(filled, start)))
             for out, value in zip(outs, running, strict=True):
-                store(out.at[number_of_part, at], value)
+                store(out.at[number_of_part, rows], value)
 
         columns.run(number_of_part, body)
 
