@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.distillation import xla
+from pallas_kernels.distillation import by_tokens
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.layout import Place, Roles, Tokens, Weight
 from pallas_kernels.loss import low_rank
@@ -202,7 +202,7 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
             of_vocabulary = [teacher_weight.astype(teacher_x.dtype), *biases]
 
         def compute(x: Any, coefficients: Any, *teacher: Any) -> Any:
-            losses, gradients = xla.losses_and_gradients(
+            losses, gradients = by_tokens.losses_and_gradients(
                 settings,
                 axes,
                 x,

@@ -179,17 +179,17 @@ def dlogits(
     student: Logits,
     teacher: Logits,
     first_row: Int[Array, ""],
-    row: Float[Array, " T"],
+    factors: Float[Array, " T"],
     found: Statistics,
     dtype: Any,
 ) -> Float[Array, "rows V"]:
-    """`row · divergence.derivative`, and times the derivative of the softcap; 0 where `row` is 0.
+    """`factors · divergence.derivative`, times the derivative of the softcap; 0 for a factor of 0.
 
     A gradient of the dtype of the student's logits takes their memory. Rows that the teacher has
     not stay what they are; there are none with a gradient of another dtype.
     """
     of_student = found.student_part if divergence.name == "jensen_shannon" else found.loss
-    numbers = row, found.lse, found.teacher_lse, of_student
+    numbers = factors, found.lse, found.teacher_lse, of_student
     in_place = student.values.dtype == dtype
     assert in_place or student.values.shape == teacher.values.shape, "one part"
     sources = _Sources.make(student, teacher, first_row)

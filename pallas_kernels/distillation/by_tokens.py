@@ -105,9 +105,9 @@ def losses_and_gradients(
         else:
             x, coefficients, *teacher = chunk
         logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
-        row = coefficients / settings.temperature if any(wanted) else None
+        factors = coefficients / settings.temperature if any(wanted) else None
         student = Logits(logits, bias, settings.logit_softcap, settings.temperature)
-        losses, dz = of_logits(student, row, x.dtype, *teacher)
+        losses, dz = of_logits(student, factors, x.dtype, *teacher)
         dx = dweight = dbias = None
         if wanted[0]:
             dx = product(f"tv,{layout}->td", dz, weight, dx_dtype)
@@ -149,34 +149,34 @@ def _of_teacher_logits(
     settings: Settings,
     rows: RowReductions,
     student: Logits,
-    row: Float[Array, " T"] | None,
+    factors: Float[Array, " T"] | None,
     dtype: Any,
     teacher_x: Float[Array, "T Dt"],
     teacher_weight: TeacherEmbedding,
     teacher_bias: Float[Array, " V"] | None,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
-    """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
+    """`(losses, dlogits)`; dlogits, in `dtype`, include `factors`, and are None without them."""
     teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
     student, teacher = student.stored(), teacher.stored()
     found = statistics(settings.divergence, student.scaled(), teacher.scaled(), rows)
-    if row is None:
+    if factors is None:
         return found.loss, None
 
-    def dlogits(values: Any, teacher_values: Any, row: Any, found: Statistics) -> Array:
+    def dlogits(values: Any, teacher_values: Any, factors: Any, found: Statistics) -> Array:
         of_student = student._replace(values=values)
         of_teacher = teacher._replace(values=teacher_values)
         logits = of_student.scaled(), of_teacher.scaled()
         gradient = derivative(settings.divergence, *logits, found)
-        return _times_row(row, of_student.times_slope(gradient)).astype(dtype)
+        return _times(factors, of_student.times_slope(gradient)).astype(dtype)
 
-    return found.loss, _in_place(dlogits, dtype, student.values, teacher.values, row, found)
+    return found.loss, _in_place(dlogits, dtype, student.values, teacher.values, factors, found)
 
 
 def _by_kernels(
     settings: Settings,
     rows: RowReductions,
     student: Logits,
-    row: Float[Array, " T"] | None,
+    factors: Float[Array, " T"] | None,
     dtype: Any,
     teacher_x: Float[Array, "parts tokens Dt"],
     teacher_weight: TeacherEmbedding,
@@ -186,26 +186,26 @@ def _by_kernels(
     num_parts, size, _ = teacher_x.shape
 
     def one_part(values: Array, part: Any) -> tuple[Array, Float[Array, " tokens"]]:
-        first_row, teacher_x, row = part
+        first_row, teacher_x, factors = part
         teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
         both = student._replace(values=values), teacher, first_row
         found = passes.statistics(settings.divergence, *both, rows)
-        if row is None:
+        if factors is None:
             return values, found.loss
         # All logits are read before their memory changes, or XLA would copy them.
         found, values = jax.lax.optimization_barrier((found, values))
         both = student._replace(values=values), teacher, first_row
-        dz = passes.dlogits(settings.divergence, *both, row, found, dtype)
+        dz = passes.dlogits(settings.divergence, *both, factors, found, dtype)
         return dz, found.loss
 
     first_rows = size * jnp.arange(num_parts, dtype=jnp.int32)
-    parts = first_rows, teacher_x, None if row is None else row.reshape(num_parts, size)
+    parts = first_rows, teacher_x, None if factors is None else factors.reshape(num_parts, size)
     if num_parts == 1:
         dz, losses = one_part(student.values, jax.tree.map(lambda a: a[0], parts))
     else:
-        varying = varying_axes((student.bias, row, teacher_x, teacher_weight, teacher_bias))
+        varying = varying_axes((student.bias, factors, teacher_x, teacher_weight, teacher_bias))
         dz, losses = jax.lax.scan(one_part, vary(student.values, varying), parts)
-    return losses.reshape(-1), None if row is None else dz
+    return losses.reshape(-1), None if factors is None else dz
 
 
 def _teacher_logits(
@@ -228,7 +228,7 @@ def _of_top_k(
     settings: Settings,
     rows: RowReductions,
     student: Logits,
-    row: Float[Array, " T"] | None,
+    factors: Float[Array, " T"] | None,
     dtype: Any,
     log_probs: Float[Array, "T k"],
     columns: Int[Array, "T k"],
@@ -273,23 +273,23 @@ def _of_top_k(
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
     tail = largest + jnp.log(rows.sum(jnp.exp(rest - largest[:, None])))
     loss, of_top, of_tail = statistics_of_classes(settings, top, tail, log_probs)
-    if row is None:
+    if factors is None:
         return loss, None
 
     def dlogits(remaining: Any, factor: Any, tail: Any) -> Array:
         of_tail, rest = tail_of(remaining)
         gradient = of_tail.times_slope(jnp.exp(rest - tail[:, None]))
-        return _times_row(factor, gradient).astype(dtype)
+        return _times(factor, gradient).astype(dtype)
 
     tail = jnp.where(tail == -jnp.inf, 0.0, tail)
-    dz = _in_place(dlogits, dtype, remaining, jnp.where(row == 0, 0.0, row * of_tail), tail)
-    of_top = _times_row(row, times_slope(of_top, own, softcap)).astype(dtype)
+    dz = _in_place(dlogits, dtype, remaining, jnp.where(factors == 0, 0.0, factors * of_tail), tail)
+    of_top = _times(factors, times_slope(of_top, own, softcap)).astype(dtype)
     return loss, dz.at[place].set(of_top, mode="drop", unique_indices=True)
 
 
-def _times_row(row: Float[Array, " T"], a: Float[Array, "T C"]) -> Float[Array, "T C"]:
-    """`row[:, None] · a`, and 0 where the factor is 0, though `a` be NaN."""
-    return jnp.where(row[:, None] == 0, 0.0, row[:, None] * a)
+def _times(factors: Float[Array, " T"], a: Float[Array, "T C"]) -> Float[Array, "T C"]:
+    """`factors[:, None] · a`, and 0 where the factor is 0, though `a` be NaN."""
+    return jnp.where(factors[:, None] == 0, 0.0, factors[:, None] * a)
 
 
 def _in_place(
