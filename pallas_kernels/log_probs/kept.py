@@ -80,26 +80,26 @@ class KeptExponentials:
         device: Device,
         columns: Columns,
         values: Float[Array, "T Vp"],
-        total: Float[Array, " T"],
+        sum_exp: Float[Array, " T"],
         of_label: Float[Array, " T"],
         *,
         lse: Float[Array, " T"],
     ) -> "KeptExponentials":
         """The exponentials of one chunk that were saved, with as much as `gradients` reads."""
         unread = jnp.full_like(lse, jnp.nan)  # logits
-        found = exponentials.Exponentials(values, total, of_label, unread, unread, unread, None)
+        found = exponentials.Exponentials(values, sum_exp, of_label, unread, unread, unread, None)
         return cls(device, columns, [found], lse)
 
     def of_labels(self) -> list[jax.Array]:
         """The log-probabilities, and the entropies if the kernel made them; 0 where ignored."""
-        label_logit, total, weighted = in_place.joined(
-            [(f.label_logit, f.total, f.weighted) for f in self.found]
+        label_logit, sum_exp, weighted = in_place.joined(
+            [(f.label_logit, f.sum_exp, f.weighted) for f in self.found]
         )
         labels = self.device.labels
         in_range = is_column(labels, self.columns.num_columns)
         values = [jnp.where(in_range, label_logit - self.lse, jnp.nan)]
         if weighted is not None:
-            values.append(entropy_of(total, weighted))
+            values.append(entropy_of(sum_exp, weighted))
         return [jnp.where(labels == IGNORED, 0.0, a) for a in values]
 
     def gradients(

@@ -59,10 +59,10 @@ class WithExponentials(LogProbs):
 
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         """The gradients, from the saved exponentials."""
-        total, of_label, values, *rest = saved
+        sum_exp, of_label, values, *rest = saved
         numbers, args = self.numbers_and_arguments(rest, cotangents)
         of_arrays = wanted_arrays(wanted, BIAS)
-        others = *numbers, total, of_label, values
+        others = *numbers, sum_exp, of_label, values
         return split(
             self.request,
             _backward_of,
@@ -82,7 +82,7 @@ def _forward_of(key: WithExponentials, place: Place) -> Callable[..., Arrays]:
         device, columns = _whole(key, place, x, weight, labels, last)
         kept = KeptExponentials.make(device, columns, with_entropy=key.with_entropy)
         (found,) = kept.found
-        per_token = *kept.of_labels(), found.total, found.of_label, found.values, kept.lse
+        per_token = *kept.of_labels(), found.sum_exp, found.of_label, found.values, kept.lse
         return [a.reshape(*labels.shape, *a.shape[1:]) for a in per_token]
 
     return run
@@ -97,8 +97,8 @@ def _backward_of(key: tuple[WithExponentials, Mask, int], place: Place) -> Calla
         device, columns = _whole(operation, place, x, weight, labels, last)
         per_token = arrays[num_args:]
         flat = [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in per_token]
-        *numbers, total, of_label, values = flat
-        kept = KeptExponentials.of_saved(device, columns, values, total, of_label, lse=numbers[0])
+        *numbers, sum_exp, of_label, values = flat
+        kept = KeptExponentials.of_saved(device, columns, values, sum_exp, of_label, lse=numbers[0])
         dx, dweight = kept.gradients(device.terms(*numbers), with_dweight=wanted[1])
         dweight = jax.tree.map(columns.without_padding, dweight)  # None without a gradient
         found = Gradients(dx, dweight, None)

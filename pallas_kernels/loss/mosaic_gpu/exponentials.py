@@ -199,9 +199,9 @@ def exponentials_of_linear(
     found = exponentials(offset, scale=scale if has_scale else None)
     largest = found.largest * LOG2_E
     # Also true where a number is NaN. The offset adds up the same products as the GEMM in another
-    # order, and may overflow alone. The total is 0 if it overflows to infinity.
-    is_wrong = ~((largest - offset <= _LARGEST) & (found.total > 0))
-    is_wrong = jnp.where(is_ignored, found.total != 0, is_wrong)
+    # order, and may overflow alone. Where it is infinity, the sum of exponentials is 0.
+    is_wrong = ~((largest - offset <= _LARGEST) & (found.sum_exp > 0))
+    is_wrong = jnp.where(is_ignored, found.sum_exp != 0, is_wrong)
     offset = jnp.where(is_wrong, largest, offset)
     found = exponentials(
         offset,
@@ -211,8 +211,8 @@ def exponentials_of_linear(
     # The loss is `lse - label_logit`, and small where the label has nearly all of the sum. A small
     # loss keeps its digits in this form. It has a difference of logarithms, because a quotient of
     # the two sums overflows where the label is 88 nats below the largest logit.
-    from_label = found.label_logit + (jnp.log(found.total) - jnp.log(found.of_label))
-    lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / LOG2_E)
+    from_label = found.label_logit + (jnp.log(found.sum_exp) - jnp.log(found.of_label))
+    lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.sum_exp)) / LOG2_E)
     return found, lse
 
 
@@ -227,12 +227,12 @@ def dlogits_and_factor(
 ) -> tuple[Float[Array, "rows columns"], Float[Array, " T"]]:
     """`(dz, factor)`, whose product is `coefficients · (slope · softmax - onehot)`."""
     has_gradient = is_column(labels, num_columns) & (coefficients != 0)
-    at_label = found.of_label - found.total / slope
+    at_label = found.of_label - found.sum_exp / slope
     # `reduce_precision`, because XLA drops a cast to 16 bits and back.
     bits = jnp.finfo(found.values.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
     dz = _with_labels(found.values, labels, rounded, has_gradient, stored=stored)
-    factor = coefficients * slope / found.total
+    factor = coefficients * slope / found.sum_exp
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
     return dz, jnp.where(coefficients == 0, 0.0, factor)
 
@@ -251,10 +251,10 @@ def dlogits_of_exponentials(
     for each token is not enough. The logarithms are those of the rounded exponentials.
     """
     assert terms.softmax_log is not None, "`dlogits_and_factor` needs no pass"
-    log_sum = jnp.log(found.total)
+    log_sum = jnp.log(found.sum_exp)
     # With p = e / S, p · (a + b · log p) is e · (a' + b' · log e).
     factors = (terms.softmax - terms.softmax_log * log_sum, terms.softmax_log)
-    factors = [jnp.where(terms.counts, a / found.total, 0.0) for a in factors]
+    factors = [jnp.where(terms.counts, a / found.sum_exp, 0.0) for a in factors]
     factors = jax.lax.optimization_barrier(factors)  # or XLA divides for each logit
 
     def without_labels(values, factors):
@@ -279,7 +279,7 @@ def dlogits_of_exponentials(
             return jax.lax.dynamic_update_slice_in_dim(values, of_part, i * half, axis)
 
         values = jax.lax.fori_loop(0, 2, of_half, found.values)
-    p = found.of_label / found.total
+    p = found.of_label / found.sum_exp
     at_label = terms.at_label(p, jnp.log(found.of_label) - log_sum)
     has_gradient = is_column(labels, num_columns) & terms.counts
     return _with_labels(values, labels, at_label, has_gradient, stored=stored)

@@ -24,7 +24,7 @@ class Exponentials(NamedTuple):
     Attributes:
       values: Exponentials `2^(logit · log2(e) - offset)`, times the scale if there is one, in the
         dtype of `x`; 0 in the padding of the columns. `[T, V]`, or as `Stored` says.
-      total: Sum of the exponentials before scale and rounding.
+      sum_exp: Sum of the exponentials before scale and rounding.
       of_label: Exponential of the label before scale and rounding; 0 if the label is no column.
       label_logit: Logit of the label, as in `LogitStatistics`.
       largest: Largest logit, as in `LogitStatistics`.
@@ -34,7 +34,7 @@ class Exponentials(NamedTuple):
     """
 
     values: Float[Array, "rows columns"]
-    total: Float[Array, " T"]
+    sum_exp: Float[Array, " T"]
     of_label: Float[Array, " T"]
     label_logit: Float[Array, " T"]
     largest: Float[Array, " T"]
@@ -129,7 +129,7 @@ def linear_exponentials(
     largest, label_logit, largest_before, *_, of_label = jnp.max(running[1:], axis=1)
     found = Exponentials(
         values=values if stored is not None else values[: loop.num_rows],
-        total=jnp.sum(running[0], axis=0),
+        sum_exp=jnp.sum(running[0], axis=0),
         of_label=of_label,
         label_logit=lowest_to_inf(label_logit),
         largest=lowest_to_inf(largest),

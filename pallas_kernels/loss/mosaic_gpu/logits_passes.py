@@ -104,13 +104,13 @@ class _Sums(NamedTuple):
 
     Attributes:
       largest: Largest logit.
-      exp_sum: Sum of the exponentials relative to `largest`.
+      sum_exp: Sum of the exponentials relative to `largest`.
       before: Largest logit before the label's column.
       total: Sum of the logits, for label smoothing.
     """
 
     largest: Any
-    exp_sum: Any
+    sum_exp: Any
     before: Any
     total: Any
 
@@ -235,9 +235,9 @@ class _Passes:
         here = functools.reduce(jnp.maximum, logits)
         before = jnp.maximum(sums.before, self._largest_before(label, line, logits, here))
         largest = jnp.maximum(sums.largest, here)
-        exp_sum = sums.exp_sum * _exp(sums.largest - largest)
-        exp_sum += sum(_exp(z - largest) for z in logits)
-        return _Sums(largest, exp_sum, before, total)
+        sum_exp = sums.sum_exp * _exp(sums.largest - largest)
+        sum_exp += sum(_exp(z - largest) for z in logits)
+        return _Sums(largest, sum_exp, before, total)
 
     def _largest_before(self, label: Any, line: Any, logits: list[Any], largest: Any) -> Any:
         """The largest logit of a slot before the label's column, for each lane.
@@ -265,7 +265,7 @@ class _Passes:
         spread = jax.lax.broadcast_in_dim(of_warp, _TILE, (0,))
         parts = [
             of_warp,
-            jnp.sum(sums.exp_sum * _exp(sums.largest - spread), axis=1),
+            jnp.sum(sums.sum_exp * _exp(sums.largest - spread), axis=1),
             jnp.max(sums.before, axis=1),
         ]
         if smoothing:
@@ -280,9 +280,9 @@ class _Passes:
         get = lambda q: [self.partial_smem[place, q, w, i] for w, i in warps]
         maxima = get(0)
         largest = functools.reduce(jnp.maximum, maxima)
-        exp_sum = sum(s * _exp(m - largest) for s, m in zip(get(1), maxima, strict=True))
-        # Where all logits are -inf, exp_sum has counted the masked columns.
-        lse = jnp.where(largest == _LOWEST, -jnp.inf, largest + jnp.log2(exp_sum) / LOG2_E)
+        sum_exp = sum(s * _exp(m - largest) for s, m in zip(get(1), maxima, strict=True))
+        # Where all logits are -inf, sum_exp has counted the masked columns.
+        lse = jnp.where(largest == _LOWEST, -jnp.inf, largest + jnp.log2(sum_exp) / LOG2_E)
         total = functools.reduce(jnp.add, get(3)) if smoothing else jnp.float32(0)
         return lse, largest, functools.reduce(jnp.maximum, get(2)), total
 

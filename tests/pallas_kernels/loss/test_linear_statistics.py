@@ -236,12 +236,12 @@ def check_exponentials(got, args, offset):
     # The rounding to the 8 digits of bfloat16, and the error of the logit.
     np.testing.assert_allclose(values[:, :num_columns], exponentials, rtol=2**-8)
     assert np.all(values[:, num_columns:] == 0)
-    np.testing.assert_allclose(got.total, np.sum(exponentials, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(got.sum_exp, np.sum(exponentials, axis=1), rtol=1e-5)
     labels = np.asarray(labels)
     is_column = (labels >= 0) & (labels < num_columns)
     of_label = exponentials[np.arange(len(x)), np.where(is_column, labels, 0)]
     np.testing.assert_allclose(got.of_label, np.where(is_column, of_label, 0), rtol=1e-5)
-    lse = (offset + np.log2(got.total)) / np.float32(np.log2(np.e))
+    lse = (offset + np.log2(got.sum_exp)) / np.float32(np.log2(np.e))
     found = lse, got.label_logit, got.largest, got.largest_before, np.zeros_like(lse)
     compare(found, exact, with_total=False)
 
@@ -315,8 +315,8 @@ def test_a_scale_multiplies_the_exponentials_that_are_stored():
     broken[130] = np.nan
     got = run_exponentials((broken, weight, bias, labels), offset, scale=scale)
     got = jax.device_get(got)
-    assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.total[130])
-    assert np.all(np.isnan(np.asarray(got.values, F32)[5, :300])) and got.total[5] > 0
+    assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.sum_exp[130])
+    assert np.all(np.isnan(np.asarray(got.values, F32)[5, :300])) and got.sum_exp[5] > 0
     others = np.setdiff1d(np.arange(140), [5, 130])
     scale[130] = 1
     values = got.values / scale[:, None].astype(got.values.dtype)
@@ -341,7 +341,7 @@ def test_a_repetition_that_is_needed_overwrites_the_first_results():
     scale = keep.astype(np.float32)
     got = run_exponentials(again, offset + 3, scale=scale, repetition=repetition)
     got = jax.device_get(got)
-    assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.total[130])
+    assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.sum_exp[130])
     others = np.flatnonzero(keep)
     x, weight, bias, labels = args
     check_exponentials(
