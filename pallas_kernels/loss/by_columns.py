@@ -73,8 +73,7 @@ class _Tokens(NamedTuple):
       labels: Columns of this device's part of the vocabulary.
       coefficients: Coefficients of the losses, divided by `scale`.
       scale: Factor taken out of the coefficients; None if it is 1.
-      lse: Logsumexp over the whole vocabulary.
-      terms: Terms of the gradient in the logits.
+      terms: Terms of the gradient in the logits, with the logsumexp over the whole vocabulary.
       vocab_size: Size of the whole vocabulary.
     """
 
@@ -82,7 +81,6 @@ class _Tokens(NamedTuple):
     labels: Int[Array, " T"]
     coefficients: Float[Array, " T"]
     scale: Float[Array, ""] | None
-    lse: Float[Array, " T"]
     terms: GradientTerms
     vocab_size: int
 
@@ -110,7 +108,6 @@ def gradients(
         labels=labels - first_column,
         coefficients=coefficients,
         scale=scale,
-        lse=lse,
         terms=exponentials.terms_of_loss(lse, coefficients, settings.options.z_loss),
         vocab_size=vocab_size,
     )
@@ -160,7 +157,7 @@ def _dlogits(settings: Settings, plan: ColumnChunks, tokens: _Tokens, part, star
         )
     logits = columns.logits(tokens.x)
     _, dlogits = loss_of_logits(
-        settings, columns, logits, labels, tokens.coefficients, tokens.lse, tokens.vocab_size
+        settings, columns, logits, labels, tokens.coefficients, tokens.terms.lse, tokens.vocab_size
     )
     return columns, dlogits
 

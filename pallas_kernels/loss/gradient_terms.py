@@ -72,8 +72,10 @@ def dlogits_of_logits(
 
     The temperature's own factor `1 / temperature` is a part of `terms`.
     """
-    tanh = None if softcap is None else jnp.tanh(logits / softcap)
-    z = logits if softcap is None or tanh is None else softcap * tanh
+    tanh, z = None, logits
+    if softcap is not None:
+        tanh = jnp.tanh(logits / softcap)
+        z = softcap * tanh
     log_p = z / temperature - terms.lse[:, None]
     p = jnp.exp(log_p)
     of_terms = jax.tree.map(lambda a: a[:, None], terms)
