@@ -242,18 +242,25 @@ def _over_explicit_axes(
         for named, own in zip(of_types, layout.results, strict=True)
     ]
     layout.warn_of_repeated_work()
-    run = jax.shard_map(
-        layout.of_device(local, key, roles),
-        mesh=mesh,
-        in_specs=tuple(map(to_spec, layout.args)),
-        out_specs=tuple(map(to_spec, results_as)),
-        # Without names `shard_map` maps over all axes except for one over which `jax.vmap` splits
-        # its members, which JAX refuses to name. With names it leaves Auto axes to XLA.
-        axis_names=set(axes) if leaves_auto else frozenset(),
-        check_vma=False,
-    )
-    shardings = [NamedSharding(mesh, to_spec(s)) for s in layout.args]
-    results = run(*map(jax.sharding.reshard, args, shardings))
+    run = layout.of_device(local, key, roles)
+    # XLA ends with an internal error where it partitions a map over axes of one device alone.
+    if several or not leaves_auto:
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=tuple(map(to_spec, layout.args)),
+            out_specs=tuple(map(to_spec, layout.results)),
+            # Without names `shard_map` maps over all axes except for one over which `jax.vmap`
+            # splits its members, which JAX refuses to name. With names it leaves Auto axes to XLA.
+            axis_names=set(axes) if leaves_auto else frozenset(),
+            check_vma=False,
+        )
+    of = lambda splits: NamedSharding(mesh, to_spec(splits))
+    results = run(*map(jax.sharding.reshard, args, map(of, layout.args)))
+    results = [
+        a if named == own else jax.sharding.reshard(a, of(named))
+        for a, named, own in zip(results, results_as, layout.results, strict=True)
+    ]
     # With check_vma=False the results do not say over which Manual axes around this shard_map they
     # vary. They vary as the arguments do, but not over axes over which the caller has split a part:
     # there the local functions have exchanged what is missing.

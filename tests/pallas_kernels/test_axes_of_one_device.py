@@ -48,8 +48,8 @@ SHAPES = {
 FP8 = dataclasses.replace(RECIPES["rowwise"], least_size=0)
 
 
-def mesh_of(*sizes: int):
-    return jax.make_mesh(sizes, ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+def mesh_of(*sizes: int, kind_of_tensor: AxisType = AxisType.Explicit):
+    return jax.make_mesh(sizes, ("fsdp", "tensor"), (AxisType.Explicit, kind_of_tensor))
 
 
 def put(mesh, *names: str):
@@ -136,9 +136,18 @@ def test_operations_on_a_mesh_of_one_device(case, caplog):
     assert "mesh axes" not in caplog.text  # no warning that devices compute the same
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (8, 1), (1, 8)], ids=str)
-def test_values_and_types(sizes):
-    mesh = mesh_of(*sizes)
+@pytest.mark.parametrize(
+    "sizes, kind_of_tensor",
+    [
+        ((1, 1), AxisType.Explicit),
+        ((8, 1), AxisType.Explicit),
+        ((1, 8), AxisType.Explicit),
+        ((1, 8), AxisType.Auto),
+    ],
+    ids=str,
+)
+def test_values_and_types(sizes, kind_of_tensor):
+    mesh = mesh_of(*sizes, kind_of_tensor=kind_of_tensor)
 
     def run(x, w_gate, w_up, w_down):
         y = swiglu_mlp(x, w_gate, w_up, w_down, implementation="reference")
@@ -149,7 +158,8 @@ def test_values_and_types(sizes):
     with jax.set_mesh(mesh):
         args = put(mesh, *names)
         got, y = gradients(*args)
-    assert [jax.typeof(a) for a in (*got, y)] == [jax.typeof(a) for a in (*args, args[0])]
+        types = gradients.trace(*args).jaxpr.out_avals
+    assert [a.sharding for a in types] == [jax.typeof(a).sharding for a in (*args, args[0])]
     with jax.enable_x64(True):
         wide = [np.asarray(a, np.float64) for a in args]
         want = jax.tree.map(np.asarray, gradients(*wide))
