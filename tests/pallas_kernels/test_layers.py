@@ -365,3 +365,36 @@ def test_the_logits_of_a_head_are_of_floating_tokens_of_its_size(unchecked_shape
     message = "x (3, 7) and weight (8, 16) must agree in D: weight_layout='dv' is [D, V]"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         head.logits(jnp.ones((3, 7)))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = RMSNorm(D, rngs=rngs)
+        self.mlp = SwiGLU(D, F, rngs=rngs)
+        self.add_norm = AddRMSNorm(D, rngs=rngs)
+
+    def __call__(self, h):
+        normed, h = self.add_norm(self.mlp(self.norm(h)), h)
+        return h + normed
+
+
+def test_nnx_makes_layers_with_vmap_and_runs_them_with_scan_and_remat():
+    """2 s."""
+    make = nnx.split_rngs(splits=3)(nnx.vmap(Block))
+    graphdef, stacked = nnx.split(make(nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (2, 4, D))
+
+    def scanned(stacked):
+        run = nnx.scan(
+            nnx.remat(lambda h, block: block(h)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return jnp.sum(jnp.sin(run(x, nnx.merge(graphdef, stacked))))
+
+    def in_a_loop(stacked):
+        h = x
+        for i in range(3):
+            h = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], stacked))(h)
+        return jnp.sum(jnp.sin(h))
+
+    got, expected = (quick_jit(jax.value_and_grad(fn))(stacked) for fn in (scanned, in_a_loop))
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
