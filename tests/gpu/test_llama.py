@@ -67,11 +67,11 @@ ONE = (1, 1, 1)
 
 @functools.cache
 def small_llama(mesh_shape, dtype="bfloat16", **changes):
-    """Losses and gradients of two layers of 1B, on data x fsdp x tensor GPUs.
+    """Losses, sums for metrics and gradients of two layers of 1B, on data x fsdp x tensor GPUs.
 
     The loss of a batch is one number, whose error may be near 0 by chance. So there are the losses
-    of 32 batches. The gradients are those of the first batch. The program is compiled with the
-    options of a training step.
+    of 32 batches, and as many sums. The gradients are those of the first batch. The program is
+    compiled with the options of a training step.
     """
     sizes = {"num_hidden_layers": 2, "vocab_size": 32000}
     changes = {"remat": "mlp_inputs"} | changes
@@ -99,9 +99,12 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
         options = compiler_options(devices)
         run = jax.jit(compute, out_shardings=(None, shardings), compiler_options=options)
         params = jax.device_put(params, shardings)
-        losses = [run(params, batch(step))[0][0] for step in range(32)]
+        found = [run(params, batch(step))[0] for step in range(32)]
         _, gradients = run(params, batch(0))
-        return as_float64((jnp.stack(losses), gradients))
+        # The counts of right tokens are left out: the weights are random, so they are 0 or 1.
+        losses = jnp.stack([loss for loss, _ in found])
+        nll_sums = jnp.stack([sums["nll_sum"] for _, sums in found])
+        return as_float64((losses, nll_sums, gradients))
 
 
 def assert_llama_is_as_accurate(got, low_precision, **changes):
