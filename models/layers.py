@@ -7,6 +7,7 @@ of a layer is a `QuantizedWeight` (`models.fp8`).
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -99,7 +100,7 @@ class Attention(nnx.Module):
     def output(self, attn_out: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """The output projection of all heads."""
         attn_out = checkpoint_name(attn_out, "attn_out")
-        (out,) = project(attn_out.reshape(*attn_out.shape[:-2], -1), (self.o_proj,), self.fp8)
+        (out,) = project(jax.lax.collapse(attn_out, -2), (self.o_proj,), self.fp8)
         return checkpoint_name(out, "attn_proj")
 
 

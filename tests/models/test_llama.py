@@ -255,6 +255,15 @@ def test_padding_is_finite_and_changes_nothing():
     chex.assert_trees_all_equal(before[0][0, documents], after[0][0, documents])
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_batch_without_rows(window):
+    """1 s each."""
+    config = changed(CONFIG, sliding_window=window)
+    hidden, gradients = value_and_gradients(config, jnp.ones((0, S, 32)), random_tokens(config)[:0])
+    assert hidden.shape == (0, S, 32)
+    assert not any(np.any(a) for a in jax.tree.leaves(gradients))
+
+
 @pytest.mark.parametrize("packing", [{}, PACKING], ids=["whole", "packed"])
 def test_no_token_sees_a_later_one(packing):
     tokens = random_tokens(CONFIG)
