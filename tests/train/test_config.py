@@ -169,7 +169,7 @@ def train_step(config):
     batch = {name: jnp.zeros((1, 8, 8), jnp.int32) for name in ("tokens", "labels")}
     if config.objective == "dpo":
         batch["reference"] = jnp.zeros((1, 8, 1))
-    frozen = abstract_frozen(config, make_mesh(data=8, fsdp=1))
+    frozen = abstract_frozen(config, make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]))
     with jax.numpy_dtype_promotion("standard"):
         return program(make_train_step(config), abstract_state(config.model), batch, *frozen)
 
