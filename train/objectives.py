@@ -127,9 +127,10 @@ def preference_loss_and_sums(
     has the sum of the reference's log-probabilities of each row.
 
     Returns:
-      The loss, and two sums over pairs: "reward_margin_sum", the reward of the chosen sequence less
-      that of the rejected one, and "reward_accuracy_sum", the number of pairs in which it is above
-      0. A reward is `beta` times the sum of `log_probs - reference_log_probs`.
+      The loss, and two sums over pairs. "reward_margin_sum" is the sum of the margins: the reward
+      of the chosen sequence less that of the rejected one. "reward_accuracy_sum" is the number of
+      pairs with a margin above 0. A reward is `beta` times the sum of
+      `log_probs - reference_log_probs`.
     """
     in_pairs = lambda a: a.reshape(-1, 2, a.shape[-1])
 
