@@ -6,11 +6,6 @@ change). Llama 3.2 1B with 4 x 4096 tokens keeps 14 GiB under the policy `minima
 of gradients. The zeros take 5.9 ms of a step of 268 ms on an H100. Here the stacks are
 `jax.lax.empty`.
 
-XLA lets a kernel write its result directly into the stack. But if the layer also reads that result,
-XLA runs the kernel twice, once for each use. Both norms of a Llama's layer are such kernels. So an
-optimization barrier makes XLA copy their results into the stacks (`_read_in_layer`). A copy moves
-half the bytes of a second run, for each result.
-
 Inputs that need no gradient get none: neither a stack of gradients nor zeros. FP8 copies of weights
 are such inputs.
 
@@ -30,11 +25,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import AxisType
-
-# Primitives whose result is their first operand.
-_VIEWS = frozenset(
-    ("name", "operation_follows", "reduce_precision", "reshape", "sharding_constraint")
-)
 
 
 def layer_scan(
@@ -146,17 +136,12 @@ def _forward(layer, carry, inputs):
             outvars.append(var)
             shapes.append(shape)
         sources.append(where[var])
-    is_copied = _read_in_layer(jaxpr, outvars[:num_carry], outvars[num_carry:])
     step = jaxpr_as_fun(traced.replace(jaxpr=jaxpr.replace(outvars=outvars)))
 
     def body(index, state):
         carry, stacks = state
         found = step(*carry, *_at(leaves, index))
-        kept = [
-            jax.lax.optimization_barrier(a) if copied else a
-            for a, copied in zip(found[num_carry:], is_copied, strict=True)
-        ]
-        return found[:num_carry], _put(stacks, kept, index)
+        return found[:num_carry], _put(stacks, found[num_carry:], index)
 
     stacks = [_empty((num_layers, *a.shape), a.dtype) for a in shapes]
     state = jax.tree.leaves(carry), stacks
@@ -194,29 +179,6 @@ def _backward(layer, saved, cotangents):
 
 
 _scan.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _read_in_layer(jaxpr: Any, carry: list[Any], kept: list[Any]) -> list[bool]:
-    """Whether each kept variable is a result of one of our operations that the layer reads, too.
-
-    Args:
-      jaxpr: Program of a layer.
-      carry: Variables that enter the next layer.
-      kept: Variables to keep for the backward.
-    """
-    made_by: dict[Any, Any] = {}  # from each view of an operation's result to that result
-    read = set()
-    for eqn in jaxpr.eqns:
-        results = [made_by.get(v) for v in eqn.invars if not isinstance(v, Literal)]
-        if eqn.primitive.name in _VIEWS:
-            made_by |= dict.fromkeys(eqn.outvars, next(iter(results), None))
-            continue
-        read |= set(results)
-        if eqn.primitive.name == "operation":
-            made_by |= {v: v for v in eqn.outvars}
-    variables = lambda many: [None if isinstance(v, Literal) else made_by.get(v) for v in many]
-    read = (read | set(variables(carry))) - {None}
-    return [result in read for result in variables(kept)]
 
 
 def _where(wanted: tuple[bool, ...], leaves: list[Any]) -> list[Any]:

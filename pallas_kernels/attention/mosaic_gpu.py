@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
@@ -29,6 +30,7 @@ from pallas_kernels.attention.forward import (
 )
 from pallas_kernels.attention.key_tiles import QUERIES, Unit
 from pallas_kernels.gpu import hopper_gemm
+from pallas_kernels.gpu.arrays import apart_from_stacks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.mapping import Mask
@@ -141,7 +143,10 @@ class _Attention:
     ) -> tuple[Arrays, Arrays]:
         """`(results, what the backward reads)`."""
         q, k, v, *bounds = args
-        return results, (q, k, v, *results, *residuals, *bounds)
+        # One name, because a `jax.checkpoint` that keeps one of the two runs the kernel again.
+        arrays = *apart_from_stacks(results), *residuals
+        out, logsumexp = (checkpoint_name(a, "context") for a in arrays)
+        return (out,), (q, k, v, out, logsumexp, *bounds)
 
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         """The wanted gradients of `q`, `k` and `v`."""

@@ -1,5 +1,6 @@
 """A kernel's arrays in device memory: their dtypes and their alignment."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,3 +46,15 @@ def at_aligned_addresses(arrays: Any) -> Any:
         return jax.lax.optimization_barrier(a) if row * a.dtype.itemsize % _ALIGNMENT else a
 
     return jax.tree.map(apart, arrays)
+
+
+def apart_from_stacks(results: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of a kernel, where the backward of the layer that reads them needs them, too.
+
+    The loop of a `jax.lax.scan` over layers writes what the backward needs into stacks. XLA lets a
+    kernel write its result into the stack in place, and runs it a second time for the layer, which
+    reads the same result (JAX 0.11.2 and 0.12). Behind a barrier it runs the kernel once, and
+    copies the result into the stack. The copy of a norm's results moves half the bytes of its
+    second run.
+    """
+    return [jax.lax.optimization_barrier(a) for a in results]

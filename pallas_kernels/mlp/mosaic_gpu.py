@@ -21,7 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
+from pallas_kernels.gpu.arrays import (
+    apart_from_stacks,
+    at_aligned_addresses,
+    unsupported_dtype,
+)
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
@@ -84,7 +88,7 @@ class _SwiGLU:
     def saved(
         self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
     ) -> tuple[Arrays, Arrays]:
-        return results, args
+        return apart_from_stacks(results), args
 
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dy,) = cotangents

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.gpu.arrays import unsupported_dtype
+from pallas_kernels.gpu.arrays import apart_from_stacks, unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
@@ -145,7 +145,9 @@ class _Norm:
     ) -> tuple[Arrays, Arrays]:
         # The names are here because a `jax.checkpoint` policy must see what the backward reads.
         names = ("normed", "residual")[: len(results)]
-        results = [checkpoint_name(a, n) for a, n in zip(results, names, strict=True)]
+        results = [
+            checkpoint_name(a, n) for a, n in zip(apart_from_stacks(results), names, strict=True)
+        ]
         source = results[1] if self.has_residual else args[0]
         rstd = checkpoint_name(residuals[0], "rstd")
         if self.has_residual:

@@ -70,6 +70,20 @@ def test_every_kernel_runs(compiled, chip, case):
 
 
 @pytest.mark.parametrize("chip, case", [("h100", "explicit")])
+def test_no_kernel_of_a_forward_runs_twice(compiled, chip, case):
+    """XLA peels the loop of the backward, so kernels of the backward would count twice.
+
+    The policy of the layers names all results of kernels that the backward reads. Stacks and layers
+    read some results, for which XLA would run a kernel twice without a barrier.
+    """
+    program: Program = compiled(chip, case)
+    of_layer = Counter(("rms_norm_fwd", "attention_forward", "add_rms_norm_fwd", "gated_matmul"))
+    after = Counter(("rms_norm_fwd",))
+    found = Counter({k: n for k, n in program.calls.items() if k in of_layer})
+    assert found == of_layer + after
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "explicit")])
 def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
     """The elements of the results of all collectives, on one device."""
     program: Program = compiled(chip, case)

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import Case, Program
-from pallas_kernels import linear_cross_entropy, rms_norm, swiglu
+from pallas_kernels import (
+    add_rms_norm,
+    document_attention,
+    linear_cross_entropy,
+    rms_norm,
+    swiglu,
+)
 
 KERNEL: Any = {"implementation": "mosaic_gpu"}
 
@@ -38,6 +44,24 @@ def norms_in_a_loop(x, weight):
         return jax.lax.dynamic_update_slice_in_dim(normed, rows, 1 + 100 * i, 0)
 
     return jax.lax.fori_loop(0, 5, step, jnp.zeros_like(x))
+
+
+def layers_in_a_scan(x, scales, weights):
+    """The gradients of layers whose stacks for the backward hold results that a layer reads."""
+
+    def layer(x, of_layer):
+        scale, gate, up, down = of_layer
+        normed = rms_norm(x, scale, **KERNEL)
+        q, k, v = (normed @ w for w in (gate, up, down))
+        heads = [a.reshape(1, len(a), 1, -1) for a in (q, k, v)]
+        out = document_attention(*heads, None, **KERNEL).reshape(x.shape)
+        normed, x = add_rms_norm(out @ up, x, scale, **KERNEL)
+        return x + swiglu(normed @ gate, normed @ up, **KERNEL) @ down, None
+
+    def total(x, scales, *weights):
+        return jnp.sum(jax.lax.scan(layer, x, (scales, *weights))[0].astype(jnp.float32) ** 2)
+
+    return jax.grad(total, argnums=range(5))(x, scales, *weights)
 
 
 def loss(x, weight, bias, labels, *, options):
@@ -72,7 +96,14 @@ def _cases() -> dict[str, Case]:
     return cases
 
 
-CASES = _cases()
+def _scan() -> Case:
+    squares = [_array(3, 128, 128)] * 3
+    scales = _array(3, 128, dtype=jnp.float32)
+    return Case(layers_in_a_scan, (_array(1024, 128), scales, squares))
+
+
+PARTS = _cases()
+CASES = PARTS | {"scan": _scan()}
 # The cases with aligned rows and an array that XLA does not make for the kernel; number of parts.
 IN_PLACE = {"norm-128": 1, "product-128": 1, "loop-128": 1, "loss-by-columns-128": 3}
 # Parts of aligned rows do no harm where XLA makes the array, and "loss-by-columns-128" has others.
@@ -81,7 +112,7 @@ FULL = {"loss-by-tokens-128"}
 
 @pytest.mark.parametrize("chip", ["h100"])
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.full if c in FULL else ()) for c in CASES]
+    "case", [pytest.param(c, marks=pytest.mark.full if c in FULL else ()) for c in PARTS]
 )
 def test_kernels_are_given_parts_only_where_rows_are_aligned(compiled, chip, case):
     program: Program = compiled(chip, case)
@@ -91,3 +122,10 @@ def test_kernels_are_given_parts_only_where_rows_are_aligned(compiled, chip, cas
     assert len(fused) == IN_PLACE.get(case, 0)
     if case == "loop-128":
         assert " dynamic-slice(" in fused[0] and " dynamic-update-slice(" in fused[0]
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "scan")])
+def test_a_kernel_runs_once_for_the_layer_and_for_the_stack(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    forward = ("rms_norm_fwd", "attention_forward", "add_rms_norm_fwd", "swiglu_fwd")
+    assert {k: n for k, n in program.calls.items() if k in forward} == dict.fromkeys(forward, 1)

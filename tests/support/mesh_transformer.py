@@ -94,7 +94,7 @@ class Transformer(nnx.Module):
         angles = positions[..., None, None] * 10000.0**exponents
         graphdef, state = nnx.split(self.blocks)
         policy = jax.checkpoint_policies.save_only_these_names(
-            "normed", "rstd", "residual", "gate", "up"
+            "normed", "rstd", "residual", "context", "gate", "up"
         )
 
         @functools.partial(jax.checkpoint, policy=policy)

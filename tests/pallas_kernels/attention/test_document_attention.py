@@ -18,6 +18,7 @@ from support.attention_formulas import (
     exact_value_and_gradients,
     rounded_value_and_gradients,
 )
+from support.jaxprs import equations
 from support.numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -174,6 +175,21 @@ def test_a_caller_and_the_backward_keep_one_output(monkeypatch, fresh_operations
     kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(project, *a)[1], weight, *args))
     of_queries = [a for a in kept if a.size == args[0].size and a.dtype == BF16]
     assert len(of_queries) == 2  # the queries and the output
+
+
+@pytest.mark.parametrize(("kept", "forwards"), [(("context",), 1), ((), 2)])
+def test_a_checkpoint_that_keeps_the_context_does_not_run_the_forward_again(kept, forwards):
+    """The interpreter does not run in a checkpoint, so the test counts the operations."""
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(q, k, v):
+        return jnp.sum(of_kernels(jnp.sin(q), k, v, BOUNDS).astype(jnp.float32) ** 2)
+
+    arrays = [jax.ShapeDtypeStruct((B, S, heads, H), BF16) for heads in (N, K, K)]
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays).jaxpr
+    names = [e.primitive.name for e in equations(program)]
+    assert (names.count("operation"), names.count("operation_backward")) == (forwards, 1)
 
 
 def test_export_with_symbolic_sizes():
