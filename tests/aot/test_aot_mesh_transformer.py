@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import Case, Program
+from benchmarks.training import transformer
 from benchmarks.training.schedule import Schedule
-from support import mesh_transformer
 
 pytestmark = pytest.mark.oldest
 FSDP, TENSOR = 4, 2
@@ -22,7 +22,7 @@ FSDP, TENSOR = 4, 2
 # attention are new to the process that compiles both.
 B, S, D, F, V = 16, 2048, 512, 1024, 2048
 L, N, K, H = 3, 4, 2, 64
-SIZES = mesh_transformer.Sizes(
+SIZES = transformer.Sizes(
     hidden=D,
     intermediate=F,
     num_heads=N,
@@ -36,16 +36,16 @@ TOKENS = jax.ShapeDtypeStruct((B, S), jnp.int32)
 
 
 def loss_and_gradients(*arrays):
-    params = jax.tree.unflatten(jax.tree.structure(mesh_transformer.shapes(SIZES)), arrays[:-3])
-    return mesh_transformer.gradients_of(SIZES)(params, *arrays[-3:])
+    params = jax.tree.unflatten(jax.tree.structure(transformer.shapes(SIZES)), arrays[:-3])
+    return transformer.gradients_of(SIZES)(params, *arrays[-3:])
 
 
 CASES = {
     "explicit": Case(
         loss_and_gradients,
-        (*jax.tree.leaves(mesh_transformer.shapes(SIZES)), *(TOKENS,) * 3),
+        (*jax.tree.leaves(transformer.shapes(SIZES)), *(TOKENS,) * 3),
         mesh={"fsdp": FSDP, "tensor": TENSOR},
-        specs=(*jax.tree.leaves(mesh_transformer.specs(SIZES)), *(mesh_transformer.TOKENS,) * 3),
+        specs=(*jax.tree.leaves(transformer.specs(SIZES)), *(transformer.TOKENS,) * 3),
         is_explicit=True,
     )
 }

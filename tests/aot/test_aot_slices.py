@@ -53,8 +53,8 @@ def layers_in_a_scan(x, scales, weights):
         scale, gate, up, down = of_layer
         normed = rms_norm(x, scale, **KERNEL)
         q, k, v = (normed @ w for w in (gate, up, down))
-        heads = [a.reshape(1, len(a), 1, -1) for a in (q, k, v)]
-        out = document_attention(*heads, None, **KERNEL).reshape(x.shape)
+        q, k, v = (a.reshape(1, len(a), 1, -1) for a in (q, k, v))
+        out = document_attention(q, k, v, None, **KERNEL).reshape(x.shape)
         normed, x = add_rms_norm(out @ up, x, scale, **KERNEL)
         return x + swiglu(normed @ gate, normed @ up, **KERNEL) @ down, None
 

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from support import mesh_transformer
+from benchmarks.training import transformer
 
-SIZES = mesh_transformer.Sizes(
+SIZES = transformer.Sizes(
     hidden=32,
     intermediate=64,
     num_heads=4,
@@ -31,20 +31,20 @@ SIZES = mesh_transformer.Sizes(
 def test_explicit_axes_change_nothing(shape):
     """The loss, every gradient, and how each of them is split. It takes 4 s."""
     alone = dataclasses.replace(SIZES, has_mesh=False)
-    params = nnx.state(mesh_transformer.Transformer(alone, nnx.Rngs(0)), nnx.Param)
+    params = nnx.state(transformer.Transformer(alone, nnx.Rngs(0)), nnx.Param)
     numbers = np.random.default_rng(0)
     tokens, labels = numbers.integers(0, SIZES.vocabulary, (2, 8, 16), np.int32)
     labels[numbers.random(labels.shape) < np.linspace(0, 0.9, 8)[:, None]] = -100
     segment_ids = np.cumsum(numbers.random(labels.shape) < 0.2, axis=1, dtype=np.int32)
     batch = tokens, labels, segment_ids
-    expected = jax.jit(mesh_transformer.gradients_of(alone))(params, *batch)
+    expected = jax.jit(transformer.gradients_of(alone))(params, *batch)
 
-    mesh = jax.make_mesh(shape, mesh_transformer.AXES)
+    mesh = jax.make_mesh(shape, transformer.AXES)
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    params = jax.tree.map(place, params, mesh_transformer.specs(SIZES))
-    batch = [place(a, mesh_transformer.TOKENS) for a in batch]
+    params = jax.tree.map(place, params, transformer.specs(SIZES))
+    batch = [place(a, transformer.TOKENS) for a in batch]
     with jax.set_mesh(mesh):
-        found = jax.jit(mesh_transformer.gradients_of(SIZES))(params, *batch)
+        found = jax.jit(transformer.gradients_of(SIZES))(params, *batch)
     assert jax.tree.map(jax.typeof, found[1]) == jax.tree.map(jax.typeof, params)
     for (path, a), b in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
