@@ -29,7 +29,7 @@ from unittest import mock
 import jax
 
 import models.layers
-import train.step
+import train.objectives
 from benchmarks import agreement, command, tables, timing
 from benchmarks.training.overlap import add_model, config_of, random_batch
 from models.sharding import make_mesh
@@ -52,8 +52,8 @@ def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
     if name == "all-reduce":
         model = dataclasses.replace(config.model, implementation="xla")
         with (
-            mock.patch.object(train.step, "sum_over_devices", lambda fn: fn),
-            mock.patch.object(train.step, "tensor_axis", lambda: None),
+            mock.patch.object(train.objectives, "sum_over_devices", lambda fn: fn),
+            mock.patch.object(train.objectives, "tensor_axis", lambda: None),
         ):
             yield dataclasses.replace(config, model=model)
     elif name == "peer kernel":

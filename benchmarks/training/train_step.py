@@ -37,7 +37,7 @@ from unittest import mock
 
 import jax
 
-import train.step
+import train.objectives
 from benchmarks import ceilings, command, tables
 from benchmarks.kernels.documents import positions_of, random_segment_ids
 from models.sharding import batch_sharding, make_mesh
@@ -189,7 +189,7 @@ class Way:
             return linear_cross_entropy(*args, **options | (self.loss or {}))
 
         def with_loss(fn: Callable[..., Any], *args: Any) -> Any:
-            with mock.patch.object(train.step, "linear_cross_entropy", loss):
+            with mock.patch.object(train.objectives, "linear_cross_entropy", loss):
                 return fn(*args)
 
         if self.pgle:

@@ -2,13 +2,18 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.training import train_step
 from benchmarks.training.train_step import Way, speed_cells
+from models.sharding import make_mesh
 from pallas_kernels import hardware
 from train.config import preset
 from train.reporting.metrics import flops_per_token
+from train.step import init_state
 
 
 @pytest.fixture
@@ -46,3 +51,25 @@ def test_mfu_counts_the_attention_in_a_window(base, monkeypatch):
 def test_an_unknown_word_raises(base, word):
     with pytest.raises(ValueError, match=r"must be \(scanned\|unrolled\):REMAT"):
         Way.parse(base, f"scanned:minimal:{word}")
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [("", {}), (":loss=xla", {"implementation": "xla"}), (":loss=logits", {"chunk_size": 2**30})],
+)
+def test_a_variant_has_its_loss(base, word, options, monkeypatch):
+    """Each case takes 1 s."""
+
+    class Asked(Exception):
+        pass
+
+    def ask(*_, **options):
+        raise Asked(options)
+
+    monkeypatch.setattr(train_step, "linear_cross_entropy", ask)
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    way = Way.parse(base, f"unrolled:minimal{word}")
+    batch = {name: jnp.asarray(a)[None] for name, a in way.batch().items()}
+    with jax.set_mesh(mesh), pytest.raises(Asked) as asked:
+        way.compile(init_state(base, mesh), batch)
+    assert asked.value.args[0].items() >= options.items()
