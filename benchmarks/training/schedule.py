@@ -40,7 +40,8 @@ class Collective:
       results: Shapes of its results; it has several if XLA combined collectives.
       computation: Name of the loop body or program that contains it.
       nbytes: Bytes of its larger side, operands or results.
-      wire_bytes: Bytes that a device receives from the others, in a ring.
+      wire_bytes: Bytes that a device receives from the others, in a ring. All-reduces and
+        all-to-alls count as in a ring of many devices; between two devices they receive half.
       times: Number of runs in a step.
       is_async: Whether other work may run beside it.
       flops: FLOPs of GEMMs and attention between its start and its end.
