@@ -92,7 +92,7 @@ def amax_of_computed(
         take = lambda count: list(itertools.islice(rest, count))
         gmems, outs = take(len(leaves)), take(len(results))
         smems, (arrived,) = take(len(leaves)), take(1)
-        inputs = Inputs.of_leaves(structure, gmems, smems, arrived)
+        inputs = Inputs(structure.unflatten(gmems), structure.unflatten(smems), arrived)
         block = jax.lax.axis_index("block")
         row_block = jax.lax.div(block, column_blocks)
         column_block = jax.lax.rem(block, column_blocks)

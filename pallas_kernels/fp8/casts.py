@@ -105,6 +105,6 @@ def cast_computed(
             by_column = over_devices(by_column, place.tokens)
         scale_of = functools.partial(reference.scale_of, dtype=cast.dtype)
         scales.append(jax.tree.map(scale_of, (by_row, by_column)))  # None is no leaf
-    to_make = [mosaic_gpu.Wanted(*s, dtype=c.dtype) for s, c in zip(scales, casts, strict=True)]
-    values = mosaic_gpu.quantize_computed(arrays, compute, to_make, name=f"{name}_quantize")
+    dtypes = tuple(cast.dtype for cast in casts)
+    values = mosaic_gpu.quantize_computed(arrays, compute, scales, dtypes, name=f"{name}_quantize")
     return jax.tree.map(Quantized, values, scales)

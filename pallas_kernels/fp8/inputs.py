@@ -1,7 +1,6 @@
 """Tiles of a kernel's arrays, copied into shared memory before they are used."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,14 +49,6 @@ class Inputs:
     arrays: Sequence[Any]
     slots: Sequence[Any]
     arrived: Any
-
-    @classmethod
-    def of_leaves(
-        cls, structure: Any, arrays: Sequence[Any], slots: Sequence[Any], arrived: Any
-    ) -> "Inputs":
-        """The inputs from the leaves of the arrays and of the slots, as a kernel gets them."""
-        unflatten = functools.partial(jax.tree.unflatten, structure)
-        return cls(unflatten(arrays), unflatten(slots), arrived)
 
     def fetch(self, row: Any, column: Any, slot: Any) -> None:
         """Starts the copies of the tile at `(row, column)` into a slot."""

@@ -85,8 +85,8 @@ def quantize(
       transposed_scale: Float32 scale `[]`, or scales `[K, 1]` of the columns of `x`.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
     """
-    wanted = [Wanted(scale, transposed_scale, dtype)]
-    return quantize_computed((x,), unchanged, wanted, name="fp8_quantize")[0]
+    scales = [(scale, transposed_scale)]
+    return quantize_computed((x,), unchanged, scales, (dtype,), name="fp8_quantize")[0]
 
 
 def unchanged(x: jax.Array) -> tuple[jax.Array]:
@@ -94,49 +94,35 @@ def unchanged(x: jax.Array) -> tuple[jax.Array]:
     return (x,)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """The copies of a tensor to make. Two scales of shape `[]` must be the same number.
-
-    Attributes:
-      scale: Scale or scales of the row-major copy, as in `quantize`; None for no such copy.
-      transposed_scale: Scale or scales of the transposed copy; None for no such copy.
-      dtype: Dtype of the copies.
-    """
-
-    scale: Array | None
-    transposed_scale: Array | None
-    dtype: DTypeLike = dataclasses.field(metadata={"static": True})
-
-
-@shared("compute", "name")
+@shared("compute", "dtypes", "name")
 def quantize_computed(
     arrays: Sequence[Float[Array, "M K"] | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
-    wanted: Sequence[Wanted],
+    scales: Sequence[tuple[Array | None, Array | None]],
+    dtypes: tuple[DTypeLike, ...],
     *,
     name: str,
-) -> list[tuple[Array | None, Array | None]]:
+) -> Sequence[tuple[Array | None, Array | None]]:
     """`quantize` of tensors that an elementwise function makes of arrays, in the same pass.
 
     Args:
       arrays: Arguments of the function, of one shape.
       compute: Function of a module, of a tile of each array, in float32 where the array is in int8;
         it returns a tile of each tensor.
-      wanted: Copies to make of each tensor.
+      scales: Scales of each tensor's row-major copy and of its transposed copy, as in `quantize`;
+        None for no such copy. Two scales `[]` of a tensor must be the same number.
+      dtypes: Dtype of each tensor's copies.
       name: Name of the kernel.
     """
-    pairs = [(w.scale, w.transposed_scale) for w in wanted]
-    scales, structure_of_pairs = jax.tree.flatten(pairs)  # None is no leaf
-    if not scales:
-        return pairs
+    given, structure_of_scales = jax.tree.flatten(scales)  # None is no leaf
+    if not given:
+        return scales
     leaves, structure = jax.tree.flatten(at_aligned_addresses(list(arrays)))
     num_rows, num_columns = leaves[0].shape
     copies = [
-        _Copy(i, transposed, scale.size == 1, w.dtype)
-        for i, w in enumerate(wanted)
-        for transposed, scale in ((False, w.scale), (True, w.transposed_scale))
+        _Copy(i, transposed, scale.size == 1, dtype)
+        for i, (of_tensor, dtype) in enumerate(zip(scales, dtypes, strict=True))
+        for transposed, scale in zip((False, True), of_tensor, strict=True)
         if scale is not None
     ]
     column_tiles = num_columns // TILE
@@ -161,8 +147,8 @@ def quantize_computed(
             plgpu.SMEM((TILE, TILE), jnp.float16),
             plgpu.Barrier(num_arrivals=len(leaves) + num_of_columns, num_barriers=num_slots),
         ),
-    )(*leaves, *((1 / scale).reshape(-1) for scale in scales))
-    return jax.tree.unflatten(structure_of_pairs, at_aligned_addresses(out))
+    )(*leaves, *((1 / scale).reshape(-1) for scale in given))
+    return jax.tree.unflatten(structure_of_scales, at_aligned_addresses(out))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,7 +189,7 @@ def _kernel(
     smems = take(num_leaves)
     of_columns = {i: next(rest) for i, c in enumerate(copies) if c.has_scale_of_column}
     out_smems, (tile_smem, arrived) = take(len(copies)), take(2)
-    inputs = Inputs.of_leaves(structure, gmems, smems, arrived)
+    inputs = Inputs(structure.unflatten(gmems), structure.unflatten(smems), arrived)
     num_slots, num_buffers = smems[0].shape[0], out_smems[0].shape[0]
     block = jax.lax.axis_index("block")
     row = jax.lax.div(block, strips) * TILE

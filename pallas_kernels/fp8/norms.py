@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from pallas_kernels.norm import reference as norm_reference
 from pallas_kernels.norm.api import Casting
 from pallas_kernels.norm.config import Options, config_of
 from pallas_kernels.norm.forward_kernel import forward
-from pallas_kernels.norm.rows import Rows
 
 
 def rms_norm_quantized(
@@ -158,36 +156,8 @@ def _kernel(
         rows(x),
         None if residual is None else rows(residual),
         weight,
-        _Epilogue(jnp.dtype(dtype)),
+        row_kernel.Quantizer(jnp.dtype(dtype)),
     )
     y = Quantized(values.reshape(x.shape), scale.reshape(*leading, 1))
     total = None if residual_out is None else residual_out.reshape(x.shape)
     return y, total, rstd.reshape(leading)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Epilogue:
-    """Stores the values and the scale of each row."""
-
-    dtype: jnp.dtype
-
-    def out_types(self, rows: Rows, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (
-            jax.ShapeDtypeStruct(rows.shape, self.dtype),
-            jax.ShapeDtypeStruct((num_tokens,), jnp.float32),
-        )
-
-    def scratch_types(self, rows: Rows) -> tuple[Any, ...]:
-        return row_kernel.exchange_types(rows)
-
-    def store(
-        self,
-        rows: Rows,
-        values: Sequence[jax.Array],
-        row: Any,
-        warpgroup: Any,
-        gmems: Sequence[Any],
-        scratch: Sequence[Any],
-    ) -> None:
-        values_gmem, scale_gmem = gmems
-        row_kernel.store_quantized(rows, values, row, warpgroup, values_gmem, scale_gmem, scratch)

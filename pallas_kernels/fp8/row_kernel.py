@@ -8,6 +8,7 @@ Mosaic computes a reciprocal by an instruction that may err in the last bit. Hen
 one part in 2^23 of a tie may be rounded to the other of its two neighbours. Scales are exact.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -41,20 +42,17 @@ def quantize_rows(x: Float[Array, "M K"], dtype: DTypeLike) -> tuple[Array, Floa
     # The norm's forward reads and writes a row in the same way, and its parameters are measured.
     split = split_row(num_columns, config_of(x, None).fwd_warps, x.dtype.itemsize)
     assert split is not None  # `fits` is true
-    rows = Rows(split, num_rows)
+    rows, quantizer = Rows(split, num_rows), Quantizer(jnp.dtype(dtype))
     tiles_per_block = math.gcd(rows.num_tiles, split.most_tiles)
     values, scale = gpu_kernel(
-        functools.partial(_kernel, rows, tiles_per_block),
+        functools.partial(_kernel, rows, tiles_per_block, quantizer),
         kernel_name="fp8_quantize_rows",
-        out_type=(
-            jax.ShapeDtypeStruct(rows.shape, dtype),
-            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
-        ),
+        out_type=quantizer.out_types(rows, num_rows),
         grid=(rows.num_tiles // tiles_per_block,),
         grid_names=("block",),
         num_threads=split.warpgroups,
         thread_name="warpgroup",
-        scratch_types=exchange_types(rows),
+        scratch_types=quantizer.scratch_types(rows),
     )(x.reshape(rows.shape))
     return at_aligned_addresses((values.reshape(x.shape), scale[:, None]))
 
@@ -62,11 +60,11 @@ def quantize_rows(x: Float[Array, "M K"], dtype: DTypeLike) -> tuple[Array, Floa
 def _kernel(
     rows: Rows,
     tiles_per_block: int,
+    quantizer: "Quantizer",
     x_gmem: Any,
     values_gmem: Any,
     scale_gmem: Any,
-    partial_smem: Any,
-    barrier: Any,
+    *scratch: Any,
 ) -> None:
     """Quantizes the rows of a block."""
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -78,49 +76,52 @@ def _kernel(
         for row in tiles
     ]
     for row, values in zip(tiles, loaded, strict=True):
-        store_quantized(
-            rows, values, row, warpgroup, values_gmem, scale_gmem, (partial_smem, barrier)
+        quantizer.store(rows, values, row, warpgroup, (values_gmem, scale_gmem), scratch)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantizer:
+    """Stores FP8 values and scales of rows in registers, as an `Epilogue` of the norm's forward.
+
+    Attributes:
+      dtype: Dtype of the values.
+    """
+
+    dtype: jnp.dtype
+
+    def out_types(self, rows: Rows, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of the values and of the scales."""
+        return (
+            jax.ShapeDtypeStruct(rows.shape, self.dtype),
+            jax.ShapeDtypeStruct((num_tokens,), jnp.float32),
         )
 
+    def scratch_types(self, rows: Rows) -> tuple[Any, ...]:
+        """Scratch memory through which the warps of a row find its maximum."""
+        warpgroups = rows.split.warpgroups
+        return (
+            plgpu.SMEM((warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        )
 
-def store_quantized(
-    rows: Rows,
-    values: Sequence[jax.Array],
-    row: Any,
-    warpgroup: Any,
-    values_gmem: Any,
-    scale_gmem: Any,
-    exchange: Sequence[Any],
-) -> None:
-    """Stores the values and the scale of a row that a kernel has in registers.
-
-    Args:
-      rows: Rows of the kernel.
-      values: Values of the row's chunks, of a dtype of at most 32 bits.
-      row: First row of the tile.
-      warpgroup: Number of this warpgroup.
-      values_gmem: Values in device memory, of the shape of the rows.
-      scale_gmem: Scales in device memory, one for each row.
-      exchange: Scratch memory of `exchange_types`, which a block uses once.
-    """
-    values = [rounded(value, value.dtype) for value in values]
-    amax = _amax(rows, values, warpgroup, *exchange)
-    scale = reference.scale_of(amax, values_gmem.dtype)
-    rows.store_scalar(scale_gmem, row, warpgroup, scale)
-    inverse = 1 / scale
-    for chunk, value in zip(rows.split.chunks, values, strict=True):
-        quantized = value.astype(jnp.float32) * rows.spread(inverse, chunk)
-        quantized = quantized.astype(values_gmem.dtype)
-        store(rows.at(values_gmem, row, warpgroup, chunk), quantized)
-
-
-def exchange_types(rows: Rows) -> tuple[Any, Any]:
-    """Scratch memory through which the warps of a row find its maximum."""
-    warpgroups = rows.split.warpgroups
-    return (
-        plgpu.SMEM((warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
-        plgpu.Barrier(num_arrivals=warpgroups),
-    )
+    def store(
+        self,
+        rows: Rows,
+        values: Sequence[jax.Array],
+        row: Any,
+        warpgroup: Any,
+        gmems: Sequence[Any],
+        scratch: Sequence[Any],
+    ) -> None:
+        """Stores a tile: `values` are those of the chunks, of at most 32 bits, `row` the first."""
+        values_gmem, scale_gmem = gmems
+        values = [rounded(value, value.dtype) for value in values]
+        scale = reference.scale_of(_amax(rows, values, warpgroup, *scratch), self.dtype)
+        rows.store_scalar(scale_gmem, row, warpgroup, scale)
+        inverse = 1 / scale
+        for chunk, value in zip(rows.split.chunks, values, strict=True):
+            quantized = value.astype(jnp.float32) * rows.spread(inverse, chunk)
+            store(rows.at(values_gmem, row, warpgroup, chunk), quantized.astype(self.dtype))
 
 
 def _amax(
