@@ -23,6 +23,7 @@ from pallas_kernels.implementation import (
 from pallas_kernels.mlp import gated, gated_matmul, mosaic_gpu, reference
 from pallas_kernels.mlp.config import Config, MLPConfig
 from pallas_kernels.mlp.gated import Save
+from pallas_kernels.operation import call
 
 # Tokens from which the backward kernel of the MLP is faster than XLA. Times on an H100, divided by
 # XLA's, for sizes T x D x F (the second row: a forward that also writes gate and up):
@@ -182,13 +183,14 @@ def swiglu_mlp(
     _check_shapes(x, weights)
     _check_options(x, save, chunk_size)
     if chunk_size is not None:
-        # An integer of JAX has no hash, which the plan needs.
+        # An integer of JAX has no hash, which the operation needs.
         chunk_size = int(chunk_size) if chunk_size < x.shape[-2] else None
     chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
     record("swiglu_mlp", (x, *weights), implementation, chosen, reason)
     if chosen == "reference":
         return reference.swiglu_mlp(x, *weights)
-    plan = gated.Plan(
+    mlp = gated.MLP(
+        name=called("swiglu_mlp"),
         save=save,
         chunk_size=chunk_size,
         has_kernels=chosen == "mosaic_gpu",
@@ -196,7 +198,7 @@ def swiglu_mlp(
         required_by=required_by(implementation),
         config=config or MLPConfig(),
     )
-    return gated.mlp(plan, x, *weights, name=called("swiglu_mlp"))
+    return call(mlp, x, *weights)[0]
 
 
 def choose_swiglu_mlp(

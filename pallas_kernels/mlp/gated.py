@@ -35,6 +35,7 @@ bits do not depend on `save`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -42,7 +43,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
 
 from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.folding import fold_chunks
@@ -53,7 +53,6 @@ from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
 from pallas_kernels.mlp.reference import matmul, swiglu, swiglu_gradients
-from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation
 
@@ -68,10 +67,11 @@ _X, _H = Tokens(("d",)), Tokens(("f",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """The static options of the MLP.
+class MLP:
+    """The MLP of `(x, w_gate, w_up, w_down)`; the columns F may be split over devices.
 
     Attributes:
+      name: Function that the user called, for errors.
       save: Arrays that the backward finds.
       chunk_size: Positions whose gate and up exist at a time; None for all.
       has_kernels: Whether a kernel makes gate, up and the product.
@@ -81,6 +81,7 @@ class Plan:
       required_by: Who demands the kernels, also for a device's part of the arrays; None if nobody.
     """
 
+    name: str
     save: Save
     chunk_size: int | None
     has_kernels: bool
@@ -88,111 +89,104 @@ class Plan:
     config: MLPConfig
     required_by: str | None
 
-
-def mlp(
-    plan: Plan,
-    x: Float[Array, "*T D"],
-    w_gate: Float[Array, "D F"],
-    w_up: Float[Array, "D F"],
-    w_down: Float[Array, "F D"],
-    *,
-    name: str,
-) -> Float[Array, "*T D"]:
-    """The gated MLP, as the plan says. `name` is the function that the user called, for errors."""
-    return call(_MLP(plan, name), x, w_gate, w_up, w_down)[0]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _MLP:
-    """The MLP of `(x, w_gate, w_up, w_down)`; the columns F may be split over devices."""
-
-    plan: Plan
-    name: str
-
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        keep = wanted is not None and self.plan.save != "x"
+        """`(y, *kept)`."""
+        keep = wanted is not None and self.save != "x"
         num_kept = self.num_residuals(wanted) if wanted is not None else 0
         roles = _roles((_X,), args[0].dtype, (_X, *(_H,) * num_kept))
-        return partitioned(_forward_of, (self.plan, keep), roles, *args)
+        return partitioned(_forward_of, (self, keep), roles, *args)
 
     def num_residuals(self, wanted: Mask) -> int:
-        return len(_NAMES_KEPT[self.plan.save])
+        """The number of arrays that the forward keeps beside its arguments."""
+        return len(_NAMES_KEPT[self.save])
 
     def saved(
         self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
     ) -> tuple[Arrays, Arrays]:
-        names = _NAMES_KEPT[self.plan.save]
+        """`y`, and what the backward reads: arguments, and kept arrays under their names."""
+        names = _NAMES_KEPT[self.save]
         kept = [checkpoint_name(a, n) for a, n in zip(residuals, names, strict=True)]
         return results, (*args, *kept)
 
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
+        """The wanted of `(dx, dw_gate, dw_up, dw_down)`."""
         (dy,) = cotangents
         assert dy is not None  # JAX asks for no gradient of a result without one
         x, *weights = saved[:4]
         kept = saved[4:]
         tokens = _X, _X, *(_H,) * len(kept)
         gradients = _X, *(GradientOf(len(tokens) + i) for i in range(3))
-        asked_for = [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
-        roles = _roles(tokens, x.dtype, asked_for)
-        key = self.plan, wanted, tuple(w.dtype for w in weights)
+        roles = _roles(tokens, x.dtype, tuple(itertools.compress(gradients, wanted)))
+        key = self, wanted, tuple(w.dtype for w in weights)
         return partitioned(_backward_of, key, roles, dy, x, *kept, *weights)
 
     def fold(
         self, wanted: Mask | None, args: Arrays, is_batched: Mask
     ) -> tuple[Operation, Arrays] | None:
+        """The same MLP, to which a batch of `x` is more tokens; None for batches of weights."""
         return None if any(is_batched[1:]) else (self, args)
 
 
-def _roles(tokens: Sequence[Tokens], dtype: Any, results: Sequence[Tokens | GradientOf]) -> Roles:
+def _roles(tokens: Sequence[Tokens], dtype: Any, results: tuple[Tokens | GradientOf, ...]) -> Roles:
     """The roles of arrays of tokens, followed by the three weights."""
     weights = [Weight(axes, dtype) for axes in (("d", "f"), ("d", "f"), ("f", "d"))]
-    return Roles((*tokens, *weights), tuple(results), parts=("f",))
+    return Roles((*tokens, *weights), results, parts=("f",))
 
 
-def _forward_of(key: tuple[Plan, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+def _forward_of(key: tuple[MLP, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's arrays: `(y, *kept)`."""
-    plan, keep = key
+    mlp, keep = key
 
     def run(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         w_gate, w_up, w_down = weights
 
         def one_chunk(x: jax.Array, _: Any) -> tuple[Any, jax.Array]:
-            return None, matmul(_project(plan, x, w_gate, w_up, keep=False)[0], w_down)
+            return None, matmul(_project(mlp, x, w_gate, w_up, keep=False)[0], w_down)
 
-        if plan.chunk_size is not None:
-            size = min(plan.chunk_size, x.shape[-2])
+        if mlp.chunk_size is not None:
+            size = min(mlp.chunk_size, x.shape[-2])
             return (_sum_of_parts(fold_chunks(one_chunk, x, size, axis=x.ndim - 2)[1], place),)
-        activated, *kept = _project(plan, x, w_gate, w_up, keep=keep)
-        if keep and plan.save == "all":
+        activated, *kept = _project(mlp, x, w_gate, w_up, keep=keep)
+        if keep and mlp.save == "all":
             kept.append(activated)
         return _sum_of_parts(matmul(activated, w_down), place), *kept
 
     return run
 
 
-def _backward_of(key: tuple[Plan, Mask, tuple[Any, ...]], place: Place) -> Callable[..., Arrays]:
+def _backward_of(key: tuple[MLP, Mask, tuple[Any, ...]], place: Place) -> Callable[..., Arrays]:
     """The backward of a device's arrays: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
-    plan, wanted, dtypes = key
+    mlp, wanted, dtypes = key
 
     def run(dy: jax.Array, x: jax.Array, *kept_and_weights: jax.Array) -> Arrays:
         *kept, w_gate, w_up, w_down = kept_and_weights
-        weights = w_gate, w_up, w_down
         num_tokens, size = math.prod(x.shape[:-1]), 0
-        if plan.chunk_size is not None:
-            size = min(plan.chunk_size, x.shape[-2])
+        if mlp.chunk_size is not None:
+            size = min(mlp.chunk_size, x.shape[-2])
             num_tokens = num_tokens // x.shape[-2] * size
-        has_kernel = plan.has_kernels and _kernels_run(plan, dy, w_down)
-        if has_kernel and num_tokens < plan.min_tokens_of_backward:
+        has_kernel = mlp.has_kernels and _kernels_run(mlp, dy, w_down)
+        if has_kernel and num_tokens < mlp.min_tokens_of_backward:
             has_kernel = False
             if place.tokens:  # the choice of the implementation knew the tokens of all devices
-                reason = few_tokens("a device", num_tokens, plan.min_tokens_of_backward)
+                reason = few_tokens("a device", num_tokens, mlp.min_tokens_of_backward)
                 log_once(f"swiglu_mlp: XLA makes the backward, because {reason}")
         if not has_kernel:  # see the module's docstring
             x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
-        differentiate = lambda x, kept, dy, dtypes: _backward(
-            plan, wanted, has_kernel, x, weights, kept, dy, dtypes
-        )
-        if plan.chunk_size is None:
+
+        def differentiate(x: Any, kept: Arrays, dy: Any, dtypes: Sequence[Any]) -> Any:
+            """`dx` and the gradients of weights, of these dtypes, as far as they are wanted."""
+            gate, up, *activated = kept or (matmul(x, w_gate), matmul(x, w_up))
+            dgate, dup, made_again = _differentiate(mlp, has_kernel, dy, w_down, gate, up)
+            operands = (x, dgate), (x, dup), (activated[0] if activated else made_again, dy)
+            dx = matmul(dgate, w_gate.T) + matmul(dup, w_up.T) if wanted[0] else None
+            return dx, [
+                jnp.einsum("...i,...j->ij", a, b, preferred_element_type=dtype)
+                for (a, b), dtype in itertools.compress(
+                    zip(operands, dtypes, strict=True), wanted[1:]
+                )
+            ]
+
+        if mlp.chunk_size is None:
             dx, dw = differentiate(x, kept, dy, dtypes)
         else:
 
@@ -201,8 +195,8 @@ def _backward_of(key: tuple[Plan, Mask, tuple[Any, ...]], place: Place) -> Calla
                 return summands, dx
 
             dw, dx = fold_chunks(one_chunk, (x, dy), size, axis=x.ndim - 2)
-            kinds = [d for d, is_wanted in zip(dtypes, wanted[1:], strict=True) if is_wanted]
-            dw = [a.astype(d) for a, d in zip(dw, kinds, strict=True)]
+            of_wanted = itertools.compress(dtypes, wanted[1:])
+            dw = [a.astype(dtype) for a, dtype in zip(dw, of_wanted, strict=True)]
         if dw and target_device().capability is None:
             # XLA for CPUs merges the transpose of a gradient, as of weights `[F, D]`, into its
             # product, and then cannot run bfloat16 operands with a float32 result.
@@ -218,42 +212,17 @@ def _sum_of_parts(a: jax.Array, place: Place) -> jax.Array:
     return jax.lax.psum(a, axes)
 
 
-def _backward(
-    plan: Plan,
-    wanted: Mask,
-    has_kernel: bool,
-    x: jax.Array,
-    weights: Arrays,
-    kept: Arrays,
-    dy: jax.Array,
-    dtypes: Sequence[Any],
-) -> tuple[jax.Array | None, list[jax.Array]]:
-    """`(dx, weight gradients)`, as far as they are wanted; `dtypes` are of the weight gradients."""
-    w_gate, w_up, w_down = weights
-    gate, up, *activated = kept or (matmul(x, w_gate), matmul(x, w_up))
-    dgate, dup, made_again = _differentiate(plan, has_kernel, dy, w_down, gate, up)
-    operands = (x, dgate), (x, dup), (activated[0] if activated else made_again, dy)
-    return (
-        matmul(dgate, w_gate.T) + matmul(dup, w_up.T) if wanted[0] else None,
-        [
-            jnp.einsum("...i,...j->ij", a, b, preferred_element_type=dtype)
-            for (a, b), dtype, is_wanted in zip(operands, dtypes, wanted[1:], strict=True)
-            if is_wanted
-        ],
-    )
-
-
 def _project(
-    plan: Plan, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, keep: bool
+    mlp: MLP, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, keep: bool
 ) -> tuple[jax.Array, ...]:
     """`(product, gate, up)`, or the product alone."""
-    if _kernels_run(plan, x, w_gate):
+    if _kernels_run(mlp, x, w_gate):
         found = gated_matmul.gated_matmul(
             _rows(x),
             w_gate.astype(x.dtype),
             w_up.astype(x.dtype),
             keep=keep,
-            config=plan.config.forward,
+            config=mlp.config.forward,
         )
         return tuple(a.reshape(*x.shape[:-1], -1) for a in found)
     gate, up = matmul(x, w_gate), matmul(x, w_up)
@@ -261,7 +230,7 @@ def _project(
 
 
 def _differentiate(
-    plan: Plan, has_kernel: bool, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array
+    mlp: MLP, has_kernel: bool, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array
 ) -> tuple[jax.Array, ...]:
     """`(dgate, dup, product)`."""
     if has_kernel:
@@ -270,7 +239,7 @@ def _differentiate(
             w_down.astype(dy.dtype),
             _rows(gate),
             _rows(up),
-            config=plan.config.backward,
+            config=mlp.config.backward,
         )
         return tuple(a.reshape(gate.shape) for a in found)
     return swiglu_gradients(gate, up, matmul(dy, w_down.T))
@@ -284,9 +253,9 @@ def few_tokens(owner: str, num_tokens: int, least: int) -> str:
     )
 
 
-def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
+def _kernels_run(mlp: MLP, tokens: jax.Array, weight: jax.Array) -> bool:
     """Whether the kernels run on a device's part of the tokens and of the columns."""
-    if not (plan.has_kernels and tokens.size):  # no kernel has a grid of no blocks
+    if not (mlp.has_kernels and tokens.size):  # no kernel has a grid of no blocks
         return False
     operand = jax.ShapeDtypeStruct(weight.shape, tokens.dtype)
     reason = gated_matmul.unsupported_reason([tokens], [operand])
@@ -294,7 +263,7 @@ def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
         return True
     fall_back_on_a_part(
         "swiglu_mlp",
-        plan.required_by,
+        mlp.required_by,
         f"on each device {reason}",
         instead="XLA runs in place of the kernels",
     )
