@@ -158,7 +158,8 @@ def patch(model: nnx.Module) -> Patched:
         raise TypeError(f"patch takes an nnx.Module, got a {type(model).__name__}")
     known: dict[Any, Comparison | str | None] = {}
     modules, replaced, done = [], [], set()
-    for path, module in _inner_first(model):
+    inner_first = sorted(nnx.iter_modules(model), key=lambda item: -len(item[0]))
+    for path, module in inner_first:
         paths = {(*path, *p) for p in candidates.parameters(module)}
         if classes.is_patched(module):
             done |= paths
@@ -180,11 +181,6 @@ def patch(model: nnx.Module) -> Patched:
     in_order = {path: i for i, (path, _) in enumerate(nnx.iter_modules(model))}
     modules.sort(key=lambda m: in_order[m.path])
     return Patched(tuple(modules), tuple(replaced))
-
-
-def _inner_first(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
-    """All modules, those inside of another before it."""
-    return sorted(nnx.iter_modules(model), key=lambda item: -len(item[0]))
 
 
 def _rule(module: nnx.Module, known: dict[Any, Comparison | str | None]) -> Rule | str | None:

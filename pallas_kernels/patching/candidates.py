@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.patching.rules import Matrix, Path
+from pallas_kernels.patching.rules import Matrix, MLPRule, Path
 
 type Shape = tuple[int, ...]
 
@@ -39,25 +39,8 @@ def unstacked(shapes: Mapping[Path, Shape], axis: int | None) -> dict[Path, Shap
     return {path: without_axis(shape, axis) for path, shape in shapes.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrices:
-    """One way to read a gated MLP out of the parameters of a module.
-
-    Attributes:
-      gate: Matrix `[D, F]`.
-      up: Matrix `[D, F]`.
-      down: Matrix `[F, D]`.
-      size: D.
-    """
-
-    gate: Matrix
-    up: Matrix
-    down: Matrix
-    size: int
-
-
-def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[Matrices]:
-    """All ways to read a gated MLP out of parameters of these shapes, the likely ones first."""
+def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[tuple[int, MLPRule]]:
+    """All gated MLPs that parameters of these shapes may be, each with D, the likely ones first."""
     found = []
     if len(shapes) == 3 and all(len(shape) == 2 for shape in shapes.values()):
         for first, second, third in itertools.permutations(shapes):
@@ -66,7 +49,7 @@ def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[Matrices]:
                 choices = [_plain(path, shapes[path], size, columns) for path in paths[:2]]
                 downs = _plain(third, shapes[third], columns, size)
                 for gate, up, down in itertools.product(*choices, downs):
-                    found.append(Matrices(gate, up, down, size))
+                    found.append((size, MLPRule(gate, up, down)))
     elif len(shapes) == 2:
         for fused, down_path in itertools.permutations(shapes):
             if len(shapes[down_path]) != 2:
@@ -76,11 +59,10 @@ def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[Matrices]:
                 for pair, down in itertools.product(
                     _fused(fused, shapes[fused], size, columns), downs
                 ):
-                    found += [Matrices(a, b, down, size) for a, b in (pair, pair[::-1])]
+                    found += [(size, MLPRule(a, b, down)) for a, b in (pair, pair[::-1])]
     # Most models store kernels as [in, out], and the gate before the other projection.
-    return sorted(
-        found, key=lambda m: m.gate.is_transposed + m.up.is_transposed + m.down.is_transposed
-    )
+    num_transposed = lambda r: r.gate.is_transposed + r.up.is_transposed + r.down.is_transposed
+    return sorted(found, key=lambda reading: num_transposed(reading[1]))
 
 
 def _sizes(shape: Shape) -> list[tuple[int, int]]:

@@ -109,7 +109,7 @@ def _texts(original: Original, samples: Sequence[np.ndarray]) -> tuple[str, ...]
 
 
 def _compare(
-    module: nnx.Module, axis: int | None, readings: list[candidates.Matrices]
+    module: nnx.Module, axis: int | None, readings: list[tuple[int, MLPRule]]
 ) -> Comparison:
     original = Original(module, axis)
     rule, samples = _compare_mlp(original, readings) if readings else _compare_norm(original)
@@ -267,22 +267,22 @@ def _with_casting(rule: NormRule, original: Original, samples: list[_Sample]) ->
 
 
 def _compare_mlp(
-    original: Original, readings: list[candidates.Matrices]
+    original: Original, readings: list[tuple[int, MLPRule]]
 ) -> tuple[Rule, list[_Sample]]:
     closest, reasons = np.inf, []
     samples: dict[int, list[_Sample]] = {}
-    for reading in readings:
-        if reading.size not in samples:
-            samples[reading.size] = []
+    for size, rule in readings:
+        if size not in samples:
+            samples[size] = []
             try:
-                samples[reading.size] = _samples(original, reading.size, _MLP_SIZES)
+                samples[size] = _samples(original, size, _MLP_SIZES)
             except Refused as e:
                 reasons.append(e)
-        found = samples[reading.size]
+        found = samples[size]
         if not found:
             continue
-        save = "x" if original.has_checkpoint(found[0].x) else "gate_up"
-        rule = MLPRule(reading.gate, reading.up, reading.down, save)
+        if original.has_checkpoint(found[0].x):
+            rule = dataclasses.replace(rule, save="x")
         ratio, error = _excess(rule, original, found, _MLP_EPSILONS)
         if ratio <= 1:
             return _rule(rule, original, found), found
