@@ -76,7 +76,7 @@ def quantize(
     """
     x = _checked(x, dtype, scaling, axes=None)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    found, _ = _quantize("quantize", rows, dtype, scaling, implementation, row_major=True)
+    found, _ = _quantize("quantize", rows, dtype, scaling, implementation, transposed=False)
     scale = found.scale.reshape(*x.shape[:-1], 1) if scaling == "row" else found.scale
     return Quantized(found.values.reshape(x.shape), scale)
 
@@ -94,7 +94,7 @@ def quantize_transposed(
     """
     x = _checked(x, dtype, scaling, axes=2)
     name = "quantize_transposed"
-    return _quantize(name, x, dtype, scaling, implementation, transposed=True)[1]
+    return _quantize(name, x, dtype, scaling, implementation, row_major=False)[1]
 
 
 def quantize_both(
@@ -111,9 +111,7 @@ def quantize_both(
     ValueError.
     """
     x = _checked(x, dtype, scaling, axes=2)
-    return _quantize(
-        "quantize_both", x, dtype, scaling, implementation, row_major=True, transposed=True
-    )
+    return _quantize("quantize_both", x, dtype, scaling, implementation)
 
 
 def quantize_both_on_a_mesh(x: Float[Array, "M K"], dtype: DTypeLike, scaling: Scaling) -> Any:
@@ -123,16 +121,7 @@ def quantize_both_on_a_mesh(x: Float[Array, "M K"], dtype: DTypeLike, scaling: S
         "array for a kernel; inside of a jax.shard_map over all axes a kernel runs"
     )
     x = _checked(x, dtype, scaling, axes=2)
-    return _quantize(
-        "quantize_both",
-        x,
-        dtype,
-        scaling,
-        "reference",
-        row_major=True,
-        transposed=True,
-        reason=reason,
-    )
+    return _quantize("quantize_both", x, dtype, scaling, "reference", reason=reason)
 
 
 def _quantize(
@@ -142,8 +131,8 @@ def _quantize(
     scaling: Scaling,
     implementation: Implementation | None,
     *,
-    row_major: bool = False,
-    transposed: bool = False,
+    row_major: bool = True,
+    transposed: bool = True,
     reason: str | None = None,
 ) -> Any:
     """`(row-major copy, transposed copy)`, each a `Quantized`, or None if it is not wanted.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -110,8 +109,3 @@ def looks_like_an_mlp(shapes: Mapping[Path, Shape]) -> bool:
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     vectors = len(shapes) - len(matrices)
     return 0 < vectors <= 3 and bool(readings_as_mlp(matrices))
-
-
-def standard_deviation(shape: Shape) -> float:
-    """Size of random numbers with which a product of two matrices stays of order one."""
-    return math.prod(shape[-2:]) ** -0.25

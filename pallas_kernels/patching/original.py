@@ -7,6 +7,7 @@ zeros hides nothing, and so that the parameters may be `jax.ShapeDtypeStruct`.
 import contextlib
 import functools
 import inspect
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,10 +22,10 @@ from pallas_kernels.patching.programs import CHECKPOINT, JIT, Program, variables
 from pallas_kernels.patching.rules import MLPRule, NormRule, Path, name_of
 
 # Quick to compile, and every rounding is kept that the module writes.
-_COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_allow_excess_precision": False,
-}
+_jit = functools.partial(
+    jax.jit,
+    compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False},
+)
 # A result of smooth operations is a smooth function, and its values determine its derivatives.
 _SMOOTH = {
     "add",
@@ -141,7 +142,7 @@ class Original:
         Raises:
           Failed: The program does not compile or run, for example on this platform.
         """
-        compiled = self._compiled(lambda leaves, xs: [self._called(leaves, x)[0] for x in xs])
+        compiled = _jit(lambda leaves, xs: [self._called(leaves, x)[0] for x in xs])
         leaves = self._leaves
         try:
             return [np.asarray(y) for y in compiled(leaves, [jnp.asarray(x) for x in xs])]
@@ -221,7 +222,7 @@ class Original:
         def run(leaves: Any, x: jax.Array) -> list[jax.Array]:
             return [rule.run(self._merged(leaves), x, dtype) for rule in rules]
 
-        return [np.asarray(y) for y in self._compiled(run)(self._leaves, jnp.asarray(x))]
+        return [np.asarray(y) for y in _jit(run)(self._leaves, jnp.asarray(x))]
 
     def text(self, x: np.ndarray, **options: Any) -> str:
         """The text of the traced call, with its constants.
@@ -243,9 +244,6 @@ class Original:
             else:
                 leaves.append(jnp.zeros(aval.shape, aval.dtype))
         return leaves
-
-    def _compiled(self, fn: Any) -> Any:
-        return jax.jit(fn, compiler_options=_COMPILER_OPTIONS)
 
     def _merged(self, leaves: Sequence[Any]) -> Any:
         flat = [
@@ -323,8 +321,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """A scale around 1 or -1, or a matrix with products of order one."""
     if len(shape) == 1:
         return rng.uniform(0.5, 1.5, shape) * rng.choice([-1, 1], shape)
-    numbers = rng.standard_normal(shape, np.float32)
-    return numbers * np.float32(candidates.standard_deviation(shape))
+    return rng.standard_normal(shape, np.float32) * np.float32(math.prod(shape[-2:]) ** -0.25)
 
 
 def _names_of_bools(call: Any) -> list[str]:
