@@ -60,7 +60,7 @@ from pallas_kernels.fp8.weights import (
 from pallas_kernels.gpu.math import logistic
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, TokensLast
 from pallas_kernels.mapping import Mask
-from pallas_kernels.mlp import swiglu_mlp
+from pallas_kernels.mlp.api import check_shapes, swiglu_mlp
 from pallas_kernels.mlp.reference import swiglu, swiglu_gradients
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
@@ -109,20 +109,14 @@ def fp8_swiglu_mlp(
     recipe = find_recipe(recipe)
     x = operand("x", x)
     weights = [as_quantized(w, recipe) for w in (w_gate, w_up, w_down)]
-    shapes = [q.weight.shape for q in weights]
-    if x.ndim == 0 or shapes[0][0] != x.shape[-1]:
-        raise ValueError(f"w_gate must be [D, F], got {shapes[0]} for x {x.shape}")
-    if shapes[1] != shapes[0] or shapes[2] != shapes[0][::-1]:
-        raise ValueError(
-            f"w_up must be {shapes[0]}, like w_gate, and w_down {shapes[0][::-1]}, got "
-            f"{shapes[1]} and {shapes[2]}"
-        )
+    unquantized = [q.weight for q in weights]
+    check_shapes(x, *unquantized)
     if any(q.forward is None for q in weights):
-        log_too_small("fp8_swiglu_mlp: w_gate", shapes[0], x.dtype)
-        return swiglu_mlp(x, *(q.weight for q in weights))
+        log_too_small("fp8_swiglu_mlp: w_gate", unquantized[0].shape, x.dtype)
+        return swiglu_mlp(x, *unquantized)
     if x.ndim == 1:
         return fp8_swiglu_mlp(x[None], *weights, recipe=recipe)[0]
-    dtypes = tuple(jnp.dtype(q.weight.dtype) for q in weights)
+    dtypes = tuple(jnp.dtype(w.dtype) for w in unquantized)
     operation = _MLP(recipe, dtypes, required_by(None))
     return call(operation, x, *arguments(weights))[0]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, max_finite
+from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8
 
 # An array of smaller numbers counts as zeros. Above this limit no scale is a subnormal number, no
 # reciprocal of a scale is infinite, and a subnormal float32 over a scale rounds to 0 in both
@@ -26,10 +26,11 @@ def amax_of(x: Float[Array, "*T K"], *, axis: int | None) -> Array:
 
 
 def scale_of(amax: Array, dtype: DTypeLike) -> Array:
-    """`amax · (1 / max_finite(dtype))`, or 1 if `amax` is below `LEAST_AMAX`."""
+    """`amax · (1 / largest finite number of dtype)`, or 1 if `amax` is below `LEAST_AMAX`."""
     # XLA multiplies by the reciprocal of a constant. It is written here, so that every backend
     # rounds in the same place.
-    return jnp.where(amax < LEAST_AMAX, 1.0, amax * (1 / max_finite(dtype))).astype(jnp.float32)
+    inverse = 1 / float(jnp.finfo(dtype).max)
+    return jnp.where(amax < LEAST_AMAX, 1.0, amax * inverse).astype(jnp.float32)
 
 
 def values_of(x: Float[Array, "*T K"], scale: Array, dtype: DTypeLike) -> Array:

@@ -61,11 +61,6 @@ class BlockwiseInt8:
         return self.values.astype(jnp.float32) * scale
 
 
-def max_finite(dtype: DTypeLike) -> float:
-    """The largest finite number of a dtype: 448 for `float8_e4m3fn`, 57344 for `float8_e5m2`."""
-    return float(jnp.finfo(dtype).max)
-
-
 def check_dtype(dtype: DTypeLike) -> None:
     """Raises ValueError unless the dtype is one of FP8."""
     if jnp.dtype(dtype) not in DTYPES:

@@ -180,7 +180,7 @@ def swiglu_mlp(
         x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, least_bits=BITS_OF_PRODUCTS
     )
     weights = w_gate, w_up, w_down
-    _check_shapes(x, weights)
+    check_shapes(x, *weights)
     _check_options(x, save, chunk_size)
     if chunk_size is not None:
         # An integer of JAX has no hash, which the operation needs.
@@ -234,8 +234,8 @@ def choose_swiglu_mlp(
     return chosen, reason
 
 
-def _check_shapes(x: Array, weights: tuple[Array, Array, Array]) -> None:
-    w_gate, w_up, w_down = weights
+def check_shapes(x: Array, w_gate: Array, w_up: Array, w_down: Array) -> None:
+    """Raises ValueError unless the arrays are those of a gated MLP."""
     if x.ndim == 0 or w_gate.ndim != 2 or w_gate.shape[0] != x.shape[-1]:
         raise ValueError(f"w_gate must be [D, F], got {w_gate.shape} for x {x.shape}")
     if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:

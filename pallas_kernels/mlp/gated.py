@@ -91,10 +91,9 @@ class MLP:
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         """`(y, *kept)`."""
-        keep = wanted is not None and self.save != "x"
-        num_kept = self.num_residuals(wanted) if wanted is not None else 0
+        num_kept = 0 if wanted is None else self.num_residuals(wanted)
         roles = _roles((_X,), args[0].dtype, (_X, *(_H,) * num_kept))
-        return partitioned(_forward_of, (self, keep), roles, *args)
+        return partitioned(_forward_of, (self, num_kept > 0), roles, *args)
 
     def num_residuals(self, wanted: Mask) -> int:
         """The number of arrays that the forward keeps beside its arguments."""
@@ -164,7 +163,7 @@ def _backward_of(key: tuple[MLP, Mask, tuple[Any, ...]], place: Place) -> Callab
         if mlp.chunk_size is not None:
             size = min(mlp.chunk_size, x.shape[-2])
             num_tokens = num_tokens // x.shape[-2] * size
-        has_kernel = mlp.has_kernels and _kernels_run(mlp, dy, w_down)
+        has_kernel = _kernels_run(mlp, dy, w_down)
         if has_kernel and num_tokens < mlp.min_tokens_of_backward:
             has_kernel = False
             if place.tokens:  # the choice of the implementation knew the tokens of all devices

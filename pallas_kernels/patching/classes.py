@@ -29,13 +29,13 @@ def patched_class(base: type[nnx.Module], rule: Rule) -> type[nnx.Module]:
     """The subclass of `base` whose call follows the rule."""
     own_call: Any = base.__call__
     signature = inspect.signature(own_call)
-    _, name_of_x, *_ = signature.parameters
+    name_of_self, name_of_x, *_ = signature.parameters
 
     @functools.wraps(own_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         x = given.pop(name_of_x)
-        del given[next(iter(signature.parameters))]
+        del given[name_of_self]
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             return own_call(self, *args, **kwargs)
         kind = _kind_of(self, x, rule)

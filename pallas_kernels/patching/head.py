@@ -247,12 +247,11 @@ def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom
         scaled = program.producer(tanh.invars[0])
         if scaled is None or not _is(scaled, "div", "mul"):
             continue
-        for logits, number in (scaled.invars, scaled.invars[::-1])[
-            : 2 if _is(scaled, "mul") else 1
-        ]:
-            value = _scalar(number)
-            if value:
-                found = value if _is(scaled, "div") else 1 / value
+        is_quotient = _is(scaled, "div")
+        orders = [scaled.invars] if is_quotient else [scaled.invars, scaled.invars[::-1]]
+        for logits, number in orders:
+            if value := _scalar(number):
+                found = value if is_quotient else 1 / value
                 # A literal has the dtype of the logits.
                 if abs(found - bound) <= 2 * float(jnp.finfo(logits.aval.dtype).eps) * bound:
                     return bound, logits
