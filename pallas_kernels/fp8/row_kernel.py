@@ -113,7 +113,7 @@ class Quantizer:
         gmems: Sequence[Any],
         scratch: Sequence[Any],
     ) -> None:
-        """Stores a tile: `values` are those of the chunks, of at most 32 bits, `row` the first."""
+        """Stores a tile from row `row` on. `values` are its chunks, of at most 32 bits."""
         values_gmem, scale_gmem = gmems
         values = [rounded(value, value.dtype) for value in values]
         scale = reference.scale_of(_amax(rows, values, warpgroup, *scratch), self.dtype)
