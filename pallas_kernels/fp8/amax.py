@@ -8,7 +8,6 @@ The block writes maxima of its rows and columns, and XLA takes the maxima over b
 does not depend on the order, so it has the same bits as the reference.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from pallas_kernels.fp8.mosaic_gpu import unchanged
 from pallas_kernels.fp8.types import BlockwiseInt8
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
-from pallas_kernels.gpu.kernel import gpu_kernel, shared
+from pallas_kernels.gpu.kernel import gpu_kernel, in_groups, shared
 from pallas_kernels.gpu.layouts import store
 from pallas_kernels.gpu.math import APPROXIMATE
 
@@ -88,10 +87,8 @@ def amax_of_computed(
     of_columns = [i for i, axis in results if axis == 0]
 
     def kernel(*refs: Any) -> None:
-        rest = iter(refs)
-        take = lambda count: list(itertools.islice(rest, count))
-        gmems, outs = take(len(leaves)), take(len(results))
-        smems, (arrived,) = take(len(leaves)), take(1)
+        n = len(leaves)
+        gmems, outs, smems, (arrived,) = in_groups(refs, n, len(results), n, 1)
         inputs = Inputs(structure.unflatten(gmems), structure.unflatten(smems), arrived)
         block = jax.lax.axis_index("block")
         row_block = jax.lax.div(block, column_blocks)

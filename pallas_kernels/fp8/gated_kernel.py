@@ -16,7 +16,6 @@ warpgroup become one for 16 bits and one for int8, filled in turn.
 """
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -50,7 +49,7 @@ from pallas_kernels.gpu.hopper_gemm import (
     wait_for_slot,
     whole_tiles,
 )
-from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.kernel import gpu_kernel, in_groups
 from pallas_kernels.gpu.layouts import store
 from pallas_kernels.gpu.math import APPROXIMATE, float32_to_int8, logistic, rounded
 from pallas_kernels.implementation import symbolic_reason
@@ -164,14 +163,11 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """Writes the product of each tile, and gate, up and maxima if they are asked for."""
-    rest = iter(refs)
-    take = lambda count: list(itertools.islice(rest, count))
-    row_gmem, *column_gmems = take(3)
-    (output,) = take(1)
-    kept_gmems, kept_scale_gmems = take(2 * keep), take(2 * keep)
-    maxima_gmems = take(int(find_amax))
+    sizes = 4, 2 * keep, 2 * keep, find_amax, 1 + keep, len(loop.scratch_types)
+    first, kept_gmems, kept_scale_gmems, maxima_gmems, smems, scratch = in_groups(refs, *sizes)
+    row_gmem, *column_gmems, output = first
     warpgroup = jax.lax.axis_index("warpgroup")
-    slots, *int8_slots = (slot.at[warpgroup] for slot in take(1 + keep))
+    slots, *int8_slots = (smem.at[warpgroup] for smem in smems)
     num_pieces = loop.config.tile_n // _PIECE
 
     def tile(row, column, multiply):
@@ -220,4 +216,4 @@ def _kernel(
             largest = largest.astype(output.dtype).astype(jnp.float32)
             store(maxima_gmem.at[column_tile, rows], largest)
 
-    loop.run([x_gmem], [[gate_gmem], [up_gmem]], list(rest), tile=tile, end=wait_for_pieces)
+    loop.run([x_gmem], [[gate_gmem], [up_gmem]], scratch, tile=tile, end=wait_for_pieces)

@@ -280,7 +280,7 @@ def _backward_of(key: tuple[_Linears, Mask], place: Place) -> Callable[..., Arra
     def run(*arrays: jax.Array) -> Arrays:
         # Without the barrier XLA repeats the operations that make dy to find its maximum.
         dys, rest = jax.lax.optimization_barrier(arrays[:n]), arrays[n:]
-        copies, kept = pairs(rest[len(rest) - 2 * n :]), rest[: len(rest) - 2 * n]
+        kept, copies = rest[: -2 * n], pairs(rest[-2 * n :])
         operands = [
             operands_of_gradient(dy, recipe, w, place)
             for dy, w in zip(dys, wanted[1:], strict=True)

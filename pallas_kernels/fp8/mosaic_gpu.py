@@ -22,7 +22,6 @@ bytes.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from pallas_kernels.fp8.inputs import Inputs, slot_types, tiles_of_block
 from pallas_kernels.fp8.types import BlockwiseInt8
 from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.gpu.kernel import gpu_kernel, shared
+from pallas_kernels.gpu.kernel import gpu_kernel, in_groups, shared
 from pallas_kernels.gpu.layouts import load
 from pallas_kernels.gpu.math import APPROXIMATE, rounded
 
@@ -182,13 +181,12 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """Computes and quantizes the tiles of a strip."""
-    rest = iter(refs)
-    take = lambda count: list(itertools.islice(rest, count))
-    num_leaves = structure.num_leaves
-    gmems, inverses, outs = take(num_leaves), take(len(copies)), take(len(copies))
-    smems = take(num_leaves)
-    of_columns = {i: next(rest) for i, c in enumerate(copies) if c.has_scale_of_column}
-    out_smems, (tile_smem, arrived) = take(len(copies)), take(2)
+    n, m = structure.num_leaves, len(copies)
+    with_scales = [i for i, c in enumerate(copies) if c.has_scale_of_column]
+    gmems, inverses, outs, smems, scale_smems, out_smems, (tile_smem, arrived) = in_groups(
+        refs, n, m, m, n, len(with_scales), m, 2
+    )
+    of_columns = dict(zip(with_scales, scale_smems, strict=True))
     inputs = Inputs(structure.unflatten(gmems), structure.unflatten(smems), arrived)
     num_slots, num_buffers = smems[0].shape[0], out_smems[0].shape[0]
     block = jax.lax.axis_index("block")

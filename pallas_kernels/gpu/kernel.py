@@ -1,8 +1,9 @@
 """The launch of a kernel, and the error where it cannot run."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +70,12 @@ def gpu_kernel(
         return jax.tree.map(lambda a: vary(a, varying), results)
 
     return checked
+
+
+def in_groups(refs: Iterable[Any], *sizes: int) -> list[list[Any]]:
+    """The references that a kernel gets, in groups of these sizes."""
+    rest = iter(refs)
+    return [list(itertools.islice(rest, size)) for size in sizes]
 
 
 _SMEM_ALIGNMENT = 1024  # Mosaic GPU begins each array in shared memory at a multiple of it
