@@ -140,8 +140,8 @@ def _by_xla(
     """A product that XLA's `gemm-rewriter` replaces by cublasLt's.
 
     XLA looks for a product of operands that are converted and multiplied by a scalar. It reads the
-    scalar before its cast to 16 bits, so that the scale stays float32. cublasLt takes 16-bit
-    products of float32 operands for none of its own, hence operands in `out_dtype`.
+    scalar before its cast to 16 bits, so that the scale stays float32. XLA does not replace a
+    16-bit product of float32 operands, so the operands have `out_dtype`.
     """
 
     def operand(q: Quantized) -> jax.Array:

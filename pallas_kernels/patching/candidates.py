@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.patching.rules import Matrix, MLPRule, Path
+from pallas_kernels.patching.rules import Matrix, MLPRule, Path, name_of
 
 type Shape = tuple[int, ...]
 
@@ -42,11 +42,10 @@ def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[tuple[int, MLPRule]]:
     """All gated MLPs that parameters of these shapes may be, each with D, the likely ones first."""
     found = []
     if len(shapes) == 3 and all(len(shape) == 2 for shape in shapes.values()):
-        for first, second, third in itertools.permutations(shapes):
-            paths = first, second, third
-            for size, columns in _sizes(shapes[third]):
-                choices = [_plain(path, shapes[path], size, columns) for path in paths[:2]]
-                downs = _plain(third, shapes[third], columns, size)
+        for *others, down_path in itertools.permutations(shapes):
+            for size, columns in _sizes(shapes[down_path]):
+                choices = [_plain(path, shapes[path], size, columns) for path in others]
+                downs = _plain(down_path, shapes[down_path], columns, size)
                 for gate, up, down in itertools.product(*choices, downs):
                     found.append((size, MLPRule(gate, up, down)))
     elif len(shapes) == 2:
@@ -89,13 +88,13 @@ def _fused(path: Path, shape: Shape, size: int, columns: int) -> Iterator[tuple[
         else:
             continue
         for one in _plain(path, rest, size, columns):
-            halves = (dataclasses.replace(one, axis=axis, part=part) for part in (0, 1))
-            yield next(halves), next(halves)
+            first, second = (dataclasses.replace(one, axis=axis, part=part) for part in (0, 1))
+            yield first, second
 
 
 def describe(shapes: Mapping[Path, Shape]) -> str:
     """The parameters of a module, for the reason why it was left."""
-    return ", ".join(f"{'.'.join(map(str, p))} {list(s)}" for p, s in shapes.items())
+    return ", ".join(f"{name_of(p)} {list(s)}" for p, s in shapes.items())
 
 
 def looks_like_a_norm(shapes: Mapping[Path, Shape]) -> bool:

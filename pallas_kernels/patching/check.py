@@ -6,6 +6,7 @@ our operation in the same dtypes.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,8 @@ from pallas_kernels.patching import candidates
 from pallas_kernels.patching.original import Failed, Original, Refused, plain_numbers
 from pallas_kernels.patching.rules import Call, MLPRule, NormRule, Rule
 
-# One rounding to nearest errs by 0.29 epsilons in the root mean square.
+# Errors that are always allowed, in epsilons of the dtype of the result. One rounding to nearest
+# errs by 0.29 epsilons in the root mean square.
 _NORM_EPSILONS = 2.0
 _MLP_EPSILONS = 4.0
 # Our operation may excuse an error of up to this multiple of the allowed epsilons, because long
@@ -134,10 +136,7 @@ def _calls_after_cast(
             original.check_derivatives(sample.x)
     except Refused:
         return ()
-    epsilons = _NORM_EPSILONS if isinstance(rule.operation, NormRule) else _MLP_EPSILONS
-    return _calls(
-        original, [s for s in found if _excess(rule.operation, original, [s], epsilons)[0] <= 1]
-    )
+    return _calls(original, [s for s in found if _excess(rule.operation, original, [s])[0] <= 1])
 
 
 def _samples(original: Original, size: int, scales: tuple[float, ...]) -> list[_Sample]:
@@ -182,16 +181,10 @@ def _errors(y: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 
 def _excess(
-    rule: NormRule | MLPRule, original: Original, samples: list[_Sample], epsilons: float
+    rule: NormRule | MLPRule, original: Original, samples: list[_Sample]
 ) -> tuple[float, float]:
-    """The largest ratio of an error to the allowed one, and the largest error.
-
-    Args:
-      rule: Operation and arguments to compare with.
-      original: Module.
-      samples: Results of the module.
-      epsilons: Error that is always allowed, in epsilons of the dtype of the result.
-    """
+    """The largest ratio of an error of the module to the allowed one, and the largest error."""
+    epsilons = _NORM_EPSILONS if isinstance(rule, NormRule) else _MLP_EPSILONS
     ratio = error = 0.0
     exact: dict[np.dtype, np.ndarray] = {}
     for sample in samples:
@@ -238,16 +231,14 @@ def _compare_norm(original: Original) -> tuple[Rule, list[_Sample]]:
     (path,) = original.shapes
     samples = _samples(original, original.shapes[path][0], _NORM_SIZES)
     closest = np.inf
-    for offset in (0.0, 1.0):
-        for eps in sorted({0.0, *original.scalars(samples[0].x)}):
-            if eps < 0:
-                continue
-            rule = NormRule(path, eps, offset)
-            ratio, error = _excess(rule, original, samples, _NORM_EPSILONS)
-            if ratio <= 1:
-                rule = _with_casting(rule, original, samples)
-                return _rule(rule, original, samples), samples
-            closest = min(closest, error)
+    numbers = sorted(a for a in {0.0, *original.scalars(samples[0].x)} if a >= 0)
+    for offset, eps in itertools.product((0.0, 1.0), numbers):
+        rule = NormRule(path, eps, offset)
+        ratio, error = _excess(rule, original, samples)
+        if ratio <= 1:
+            rule = _with_casting(rule, original, samples)
+            return _rule(rule, original, samples), samples
+        closest = min(closest, error)
     raise Refused(f"its result differs from RMSNorm by {closest:.2g} of its size")
 
 
@@ -283,7 +274,7 @@ def _compare_mlp(
             continue
         if original.has_checkpoint(found[0].x):
             rule = dataclasses.replace(rule, save="x")
-        ratio, error = _excess(rule, original, found, _MLP_EPSILONS)
+        ratio, error = _excess(rule, original, found)
         if ratio <= 1:
             return _rule(rule, original, found), found
         closest = min(closest, error)

@@ -93,19 +93,16 @@ def loss(
     number = len(found["names"])
     outputs = dict(zip(found["names"], program.outputs[:number], strict=True))
     head = _only_head(program, outputs, labels)
-    changed = [
-        (i, new)
-        for i, (old, new) in enumerate(zip(program.inputs, program.outputs[number:], strict=True))
-        if old is not new
-    ]
+    states = zip(program.inputs, program.outputs[number:], strict=True)
+    changed = {i: new for i, (old, new) in enumerate(states) if old is not new}
     optional = [] if head.bias is None else [head.bias]
     leaves, structure = jax.tree.flatten(state)
     hidden, weight, *others = program.run(
-        [head.hidden, head.weight, *optional, *(new for _, new in changed)], leaves
+        [head.hidden, head.weight, *optional, *changed.values()], leaves
     )
     bias = others.pop(0).reshape(-1) if optional else None
     if changed:
-        for (i, _), value in zip(changed, others, strict=True):
+        for i, value in zip(changed, others, strict=True):
             leaves[i] = value
         nnx.update(model, jax.tree.unflatten(structure, leaves))
     hidden = jnp.transpose(hidden, head.hidden_axes)

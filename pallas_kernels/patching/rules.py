@@ -48,11 +48,9 @@ class Matrix:
 
     def of(self, array: Any) -> Any:
         """The matrix in the array of the parameter."""
-        if self.axis is not None and array.ndim == 3:
-            array = array[(slice(None),) * self.axis + (self.part,)]
-        elif self.axis is not None:
+        if self.axis is not None:
             half = array.shape[self.axis] // 2
-            part = slice(self.part * half, (self.part + 1) * half)
+            part = self.part if array.ndim == 3 else slice(self.part * half, (self.part + 1) * half)
             array = array[(slice(None),) * self.axis + (part,)]
         return array.T if self.is_transposed else array
 
