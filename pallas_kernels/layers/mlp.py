@@ -1,5 +1,6 @@
 """The gated MLP."""
 
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,13 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
+from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_sizes, layer_input
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
+from pallas_kernels.layout import to_spec
 from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
+from pallas_kernels.partition import explicit_splits, split_as
 
 _LECUN_NORMAL = initializers.lecun_normal()
 # Options of `nnx.Linear` that one projection may have for itself.
@@ -192,7 +196,20 @@ class SwiGLU(nnx.Module):
 
 
 def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:
-    """The linear layer with a bias, in the dtype of `x`."""
+    """The linear layer with a bias, in the dtype of `x`.
+
+    Explicit axes that split the tokens split nothing else: the kernel is gathered over them. Where
+    an axis splits D, the devices add up their products.
+    """
     assert layer.bias is not None
-    y = x @ layer.kernel[...].astype(x.dtype)
-    return y + jax.lax.broadcast_to_rank(layer.bias[...].astype(x.dtype), y.ndim)
+    kernel, bias = (a[...].astype(x.dtype) for a in (layer.kernel, layer.bias))
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        y = x @ kernel
+        return y + jax.lax.broadcast_to_rank(bias, y.ndim)
+    *tokens, of_x = explicit_splits(x)
+    used = {*itertools.chain(*tokens), *of_x}
+    columns = tuple(name for name in explicit_splits(kernel)[1] if name not in used)
+    split = NamedSharding(mesh, to_spec((*tokens, columns)))
+    y = jnp.matmul(x, split_as((of_x, columns), kernel, mesh), out_sharding=split)
+    return y + split_as((columns,), bias, mesh)
