@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_choice, check_config, check_number, floating_arrays
@@ -14,6 +15,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
+from pallas_kernels.logs import log_once
 from pallas_kernels.norm import mosaic_gpu, reference
 from pallas_kernels.norm.config import Config
 
@@ -93,10 +95,11 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
 
-    The sum is taken in float32 and rounded to `x.dtype`. The norm reads the rounded sum. So the
-    results equal those of an addition and a separate `rms_norm`, up to the last bit of `rstd`,
-    which depends on the order of a sum. The operation is differentiable in all three arrays. The
-    gradients of `x` and `residual` are equal up to their dtypes.
+    The sum is taken in float32 and rounded to `x.dtype`. A log line says once if `residual` has
+    more bits. The norm reads the rounded sum. So the results equal those of an addition and a
+    separate `rms_norm`, up to the last bit of `rstd`, which depends on the order of a sum. The
+    operation is differentiable in all three arrays. The gradients of `x` and `residual` are equal
+    up to their dtypes.
 
     Args:
       x: Output of a sublayer; the leading axes are tokens.
@@ -117,6 +120,7 @@ def add_rms_norm(
       NotImplementedError: The same as in `rms_norm`.
     """
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
+    log_rounding_of_residual("add_rms_norm", "x", x, residual)
     options = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
     y, residual_out = _norm("add_rms_norm", x, residual, weight, options, implementation, config)
     assert residual_out is not None
@@ -164,6 +168,16 @@ def choose_norm(
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     check_config_has_kernel(config, implementation, chosen, reason)
     return chosen, reason
+
+
+def log_rounding_of_residual(operation: str, name: str, summand: Array, residual: Array) -> None:
+    """Logs once that the sum is rounded to fewer bits than the residual stream has."""
+    if jnp.finfo(residual.dtype).bits > jnp.finfo(summand.dtype).bits:
+        log_once(
+            f"{operation} rounds the residual stream to {summand.dtype}, the dtype of {name}, "
+            f"because the residual is {residual.dtype}; cast {name} to {residual.dtype} to keep "
+            "the stream in this dtype"
+        )
 
 
 def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:

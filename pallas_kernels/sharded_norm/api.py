@@ -16,7 +16,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
 )
 from pallas_kernels.norm import Casting, Config
-from pallas_kernels.norm.api import check_norm_options
+from pallas_kernels.norm.api import check_norm_options, log_rounding_of_residual
 from pallas_kernels.sharded_norm import mosaic_gpu, reference, xla
 
 
@@ -111,6 +111,7 @@ def sharded_add_rms_norm(
     """
     # Above 80 lines, because most of them are documentation.
     partial, residual, weight = floating_arrays(partial=partial, residual=residual, weight=weight)
+    log_rounding_of_residual("sharded_add_rms_norm", "partial", partial, residual)
     check_norm_options(eps, weight_offset, casting)
     _check_shapes(partial, residual, weight, axis_name)
     check_implementation(implementation)

@@ -437,3 +437,14 @@ def test_a_residual_of_another_shape(unchecked_shapes):
     x, weight, _ = make_args((3, 8))
     with pytest.raises(ValueError, match=r"residual .* \(3, 8\), got \(8,\)"):
         add_rms_norm(x, x[0], weight)
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_residual", "lines"), [(BF16, F32, 1), (BF16, BF16, 0), (F32, BF16, 0)]
+)
+def test_a_line_tells_that_the_residual_stream_is_rounded(of_x, of_residual, lines, caplog):
+    (x, residual, weight), _ = make_add_args((4, 64), of_x, of_residual, F32)
+    for _ in range(2):
+        _, residual_out = add_rms_norm(x, residual, weight)
+        assert residual_out.dtype == of_x
+    assert caplog.text.count("add_rms_norm rounds the residual stream to bfloat16") == lines
