@@ -46,6 +46,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.folding import fold_chunks
+from pallas_kernels.gpu.arrays import apart_from_stacks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.logs import log_once
@@ -223,7 +224,8 @@ def _project(
             keep=keep,
             config=mlp.config.forward,
         )
-        return tuple(a.reshape(*x.shape[:-1], -1) for a in found)
+        product, *kept = (a.reshape(*x.shape[:-1], -1) for a in found)
+        return *apart_from_stacks([product]), *kept
     gate, up = matmul(x, w_gate), matmul(x, w_up)
     return (swiglu(gate, up), gate, up)[: 3 if keep else 1]
 

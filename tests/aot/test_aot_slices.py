@@ -20,6 +20,7 @@ from pallas_kernels import (
     linear_cross_entropy,
     rms_norm,
     swiglu,
+    swiglu_mlp,
 )
 
 KERNEL: Any = {"implementation": "mosaic_gpu"}
@@ -56,7 +57,8 @@ def layers_in_a_scan(x, scales, weights):
         q, k, v = (a.reshape(1, len(a), 1, -1) for a in (q, k, v))
         out = document_attention(q, k, v, None, **KERNEL).reshape(x.shape)
         normed, x = add_rms_norm(out @ up, x, scale, **KERNEL)
-        return x + swiglu(normed @ gate, normed @ up, **KERNEL) @ down, None
+        x = x + swiglu(normed @ gate, normed @ up, **KERNEL) @ down
+        return x + swiglu_mlp(x, gate, up, down, save="all", **KERNEL), None
 
     def total(x, scales, *weights):
         return jnp.sum(jax.lax.scan(layer, x, (scales, *weights))[0].astype(jnp.float32) ** 2)
@@ -127,5 +129,6 @@ def test_kernels_are_given_parts_only_where_rows_are_aligned(compiled, chip, cas
 @pytest.mark.parametrize("chip, case", [("h100", "scan")])
 def test_a_kernel_runs_once_for_the_layer_and_for_the_stack(compiled, chip, case):
     program: Program = compiled(chip, case)
-    forward = ("rms_norm_fwd", "attention_forward", "add_rms_norm_fwd", "swiglu_fwd")
+    of_norms = "rms_norm_fwd", "add_rms_norm_fwd"
+    forward = *of_norms, "attention_forward", "swiglu_fwd", "gated_matmul"
     assert {k: n for k, n in program.calls.items() if k in forward} == dict.fromkeys(forward, 1)
