@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choices import inside_of, required_by
 from pallas_kernels.fp8.casts import cast_both, cast_one
-from pallas_kernels.fp8.products import Accumulation, fp8_matmul
+from pallas_kernels.fp8.products import Accumulation, choose_fp8_matmul, fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.fp8.weights import (
@@ -44,6 +44,7 @@ from pallas_kernels.fp8.weights import (
     roles_of_copies,
     zeros_of_copies,
 )
+from pallas_kernels.gpu.arrays import apart_from_stacks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import (
     GradientOf,
@@ -159,6 +160,16 @@ def rows(a: jax.Array) -> jax.Array:
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
+def product_in_layer(
+    a: Quantized, b: Quantized, out_dtype: Any, accumulation: Accumulation
+) -> jax.Array:
+    """`fp8_matmul(a, b)` of a forward, whose result the backward of the next operation may read."""
+    y = fp8_matmul(a, b, out_dtype=out_dtype, accumulation=accumulation)
+    if choose_fp8_matmul(a, b, None, None)[0] == "mosaic_gpu":
+        (y,) = apart_from_stacks([y])
+    return y  # of XLA, which may fuse the scales with what reads `y`
+
+
 def gradient_of_weight(
     a: Quantized | jax.Array,
     b: Quantized | jax.Array,
@@ -262,10 +273,7 @@ def _forward_of(key: tuple[_Linears, bool], place: Place) -> Callable[..., tuple
             kept = transposed.values, transposed.scale
         else:
             quantized, kept = cast_one(rows(x), recipe.inputs, place), ()
-        ys = [
-            fp8_matmul(quantized, w, out_dtype=x.dtype, accumulation=recipe.forward)
-            for w in pairs(arrays)
-        ]
+        ys = [product_in_layer(quantized, w, x.dtype, recipe.forward) for w in pairs(arrays)]
         return *(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys), *kept
 
     return run

@@ -40,6 +40,7 @@ from pallas_kernels.fp8.linear import (
     gradient_of_weight,
     gradients,
     operands_of_gradient,
+    product_in_layer,
     roles_of_kept,
     roles_of_x,
     rows,
@@ -191,7 +192,7 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
         of_gate, of_up, of_down = pairs(arrays)
 
         def multiply(a: Quantized, w: Quantized) -> jax.Array:
-            y = fp8_matmul(a, w, out_dtype=x.dtype, accumulation=recipe.forward)
+            y = product_in_layer(a, w, x.dtype, recipe.forward)
             return y.reshape(*x.shape[:-1], y.shape[-1])
 
         kept = ()

@@ -5,6 +5,7 @@ whether the part begins at such a multiple, without which the kernel fails when 
 here have such sizes. They begin at such multiples only where a row has 128 elements of two bytes.
 """
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -22,8 +23,10 @@ from pallas_kernels import (
     swiglu,
     swiglu_mlp,
 )
+from pallas_kernels.fp8 import RECIPES, fp8_linear, fp8_swiglu_mlp
 
 KERNEL: Any = {"implementation": "mosaic_gpu"}
+ROWWISE = dataclasses.replace(RECIPES["rowwise"], least_size=0)
 
 
 def norm(x, weight):
@@ -66,6 +69,19 @@ def layers_in_a_scan(x, scales, weights):
     return jax.grad(total, argnums=range(5))(x, scales, *weights)
 
 
+def products_in_a_scan(x, weights):
+    """The gradients of layers that read, in the forward and the backward, products in FP8."""
+
+    def layer(x, weights):
+        x = x + jax.nn.silu(fp8_linear(x, weights[0], recipe=ROWWISE))
+        return x + jax.nn.silu(fp8_swiglu_mlp(x, *weights, recipe=ROWWISE)), None
+
+    def total(x, weights):
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    return jax.grad(total, argnums=(0, 1))(x, weights)
+
+
 def loss(x, weight, bias, labels, *, options):
     bias = bias if "vocab_chunk_size" in options else None
     loss = functools.partial(linear_cross_entropy, bias=bias, **options, **KERNEL)
@@ -105,7 +121,11 @@ def _scan() -> Case:
 
 
 PARTS = _cases()
-CASES = PARTS | {"scan": _scan()}
+_FP8 = [_array(3, 256, 256)] * 3
+CASES = PARTS | {
+    "scan": _scan(),
+    "fp8-scan": Case(products_in_a_scan, (_array(1024, 256), _FP8)),
+}
 # The cases with aligned rows and an array that XLA does not make for the kernel; number of parts.
 IN_PLACE = {"norm-128": 1, "product-128": 1, "loop-128": 1, "loss-by-columns-128": 3}
 # Parts of aligned rows do no harm where XLA makes the array, and "loss-by-columns-128" has others.
@@ -132,3 +152,11 @@ def test_a_kernel_runs_once_for_the_layer_and_for_the_stack(compiled, chip, case
     of_norms = "rms_norm_fwd", "add_rms_norm_fwd"
     forward = *of_norms, "attention_forward", "swiglu_fwd", "gated_matmul"
     assert {k: n for k, n in program.calls.items() if k in forward} == dict.fromkeys(forward, 1)
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "fp8-scan")])
+def test_a_product_in_fp8_runs_once_for_the_layer_and_for_the_stack(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    # One product of each weight in the forward, and two in the backward. The MLP has two weights
+    # more, which a kernel of their own multiplies in the forward.
+    assert program.calls["fp8_matmul"] == 3 * 2 + 2 * 2
