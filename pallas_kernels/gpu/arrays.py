@@ -52,11 +52,10 @@ def apart_from_stacks(results: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of a kernel, where the backward of the layer that reads them needs them, too.
 
     The loop of a `jax.lax.scan` over layers writes what the backward needs into stacks. XLA lets a
-    kernel write its result into the stack in place, and runs it a second time for the layer, which
-    reads the same result (JAX 0.11.2 and 0.12). Behind a barrier it runs the kernel once, and
-    copies the result into the stack. A copy of both results of `add_rms_norm`, or of that of
-    `rms_norm`, moves as many bytes as a second run, and of one result of `add_rms_norm` half as
-    many. A copy takes less time than a second attention or product. A result that only the stack
-    needs is copied, too.
+    kernel write its result into the stack in place. It runs the kernel a second time for the layer,
+    which reads the same result (JAX 0.11.2 and 0.12). Behind a barrier it runs the kernel once, and
+    copies the result into the stack. The copies of all results of a norm move as many bytes as a
+    second run. For attention and products, the copy takes less time than a second run. A result
+    that only the stack needs is copied, too.
     """
     return [jax.lax.optimization_barrier(a) for a in results]

@@ -1,4 +1,4 @@
-"""Kernels that read and write parts of arrays in place.
+"""Kernels that read and write parts of arrays in place, and kernels in a scan over layers.
 
 XLA gives a kernel a part in place if the part's size is a multiple of 256 bytes. It does not ask
 whether the part begins at such a multiple, without which the kernel fails when it runs. All parts
