@@ -7,16 +7,14 @@ without tied embeddings, with 4 rows of 4096 tokens. A call computes the loss an
 """
 
 import dataclasses
-import random
-import statistics
-import time
+import functools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import ceilings, command, tables, timing
+from benchmarks import agreement, ceilings, command, tables, timing
 from benchmarks.training import transformer
 
 SIZES = transformer.Sizes(
@@ -36,6 +34,7 @@ VARIANTS = {
     "the same without `context`": tuple(n for n in transformer.KEPT if n != "context"),
 }
 ROWS, LENGTH = 4, 4096
+_CALLS = 2  # of a program in a round
 
 
 def main() -> None:
@@ -54,32 +53,31 @@ def main() -> None:
     for name, kept in VARIANTS.items():
         gradients = transformer.gradients_of(dataclasses.replace(SIZES, kept=kept))
         programs[name] = jax.jit(gradients).lower(params, *batch).compile()
-        loss, _ = jax.block_until_ready(programs[name](params, *batch))
+        loss, _ = programs[name](params, *batch)
         print(f"{name}: loss {loss:.4f}", flush=True)
-    times: dict[str, list[float]] = {name: [] for name in programs}
     limit = ceilings.measure()
-    order = random.Random(0)
-    for _ in range(arguments.rounds):
-        for name in order.sample(list(programs), len(programs)):
-            start = time.perf_counter()
-            jax.block_until_ready([programs[name](params, *batch) for _ in range(2)])
-            times[name].append((time.perf_counter() - start) / 2 * 1e3)
-    rows = [
-        (
-            name,
-            f"{statistics.median(ms):.1f}",
-            f"{min(ms):.1f} - {max(ms):.1f}",
-            f"{programs[name].memory_analysis().temp_size_in_bytes / 2**30:.1f} GiB",
-        )
-        for name, ms in times.items()
+    cases = [
+        timing.Case(name, [functools.partial(program, params, *batch)])
+        for name, program in programs.items()
     ]
+    timings = timing.compare(
+        cases, rounds=arguments.rounds, calls_per_round=_CALLS, measure=timing.wall_ms
+    )
+    rows = []
+    for name, timed in timings.items():
+        gib = f"{agreement.temporary_bytes(programs[name]) / 2**30:.1f} GiB"
+        if timed.error is not None:
+            rows.append([name, timed.error, "", gib])
+            continue
+        ms = timed.times_ms
+        rows.append([name, f"{timed.median_ms:.1f}", f"{min(ms):.1f} - {max(ms):.1f}", gib])
     text = "\n".join(
         [
             f"{device}, jax {jax.__version__}; {limit}",
             "",
             *tables.markdown(("kept", "ms", "min - max", "temporaries"), rows),
             "",
-            command.line("benchmarks.training.scanned_transformer"),
+            f"    {command.line(parser.prog)}",
             "",
         ]
     )

@@ -34,8 +34,7 @@ SPECS = {
     "down_proj": P("tensor", "fsdp"),
     "head": P("fsdp", "tensor"),
 }
-
-
+# The names of all that the backward of a layer's kernels reads.
 KEPT = ("normed", "rstd", "residual", "context", "gate", "up")
 
 

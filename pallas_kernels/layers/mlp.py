@@ -203,13 +203,12 @@ def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:
     """
     assert layer.bias is not None
     kernel, bias = (a[...].astype(x.dtype) for a in (layer.kernel, layer.bias))
-    mesh = jax.typeof(x).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        y = x @ kernel
-        return y + jax.lax.broadcast_to_rank(bias, y.ndim)
-    *tokens, of_x = explicit_splits(x)
-    used = {*itertools.chain(*tokens), *of_x}
-    columns = tuple(name for name in explicit_splits(kernel)[1] if name not in used)
-    split = NamedSharding(mesh, to_spec((*tokens, columns)))
-    y = jnp.matmul(x, split_as((of_x, columns), kernel, mesh), out_sharding=split)
-    return y + split_as((columns,), bias, mesh)
+    mesh, split = jax.typeof(x).sharding.mesh, None
+    if AxisType.Explicit in mesh.axis_types:
+        *tokens, of_x = explicit_splits(x)
+        used = {*itertools.chain(*tokens), *of_x}
+        columns = tuple(name for name in explicit_splits(kernel)[1] if name not in used)
+        kernel, bias = split_as((of_x, columns), kernel, mesh), split_as((columns,), bias, mesh)
+        split = NamedSharding(mesh, to_spec((*tokens, columns)))
+    y = jnp.matmul(x, kernel, out_sharding=split)
+    return y + jax.lax.broadcast_to_rank(bias, y.ndim)
