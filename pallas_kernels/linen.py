@@ -16,12 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels.arguments import check_sizes, common_dtype, layer_input
+from pallas_kernels.fp8 import Recipe, RecipeName
+from pallas_kernels.fp8.layers import check_mlp_options, gated_mlp
 from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.loss.arguments import Reduction
 from pallas_kernels.loss.config import Config
-from pallas_kernels.mlp import Save, swiglu_mlp
+from pallas_kernels.mlp import Save
 from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
 
 _LECUN_NORMAL = initializers.lecun_normal()
@@ -122,6 +124,9 @@ class SwiGLU(nn.Module):
       save: Tensors kept for the backward, as in `swiglu_mlp`.
       chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
       implementation: Implementation of `swiglu_mlp`.
+      fp8: Recipe of `pallas_kernels.fp8.fp8_swiglu_mlp`, or its name; `None` multiplies in the
+        dtype of the input. With a recipe, each call quantizes the kernels, and the three options
+        above raise ValueError.
     """
 
     intermediate_size: int
@@ -132,21 +137,27 @@ class SwiGLU(nn.Module):
     save: Save = "gate_up"
     chunk_size: int | None = None
     implementation: Implementation | None = None
+    fp8: Recipe | RecipeName | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
         check_sizes(intermediate_size=self.intermediate_size)
+        check_mlp_options(self.fp8, self.save, self.chunk_size, self.implementation)
         x = layer_input("x", x, self.dtype)
         hidden_size = x.shape[-1]
         across = hidden_size, self.intermediate_size
         down = self.intermediate_size, hidden_size
         down_init = self.down_kernel_init or self.kernel_init
-        return swiglu_mlp(
-            x,
+        weights = [
             _Kernel(across, self.param_dtype, self.kernel_init, name="gate_proj")(),
             _Kernel(across, self.param_dtype, self.kernel_init, name="up_proj")(),
             _Kernel(down, self.param_dtype, down_init, name="down_proj")(),
+        ]
+        return gated_mlp(
+            x,
+            weights,
+            fp8=self.fp8,
             save=self.save,
             chunk_size=self.chunk_size,
             implementation=self.implementation,

@@ -1,7 +1,8 @@
 """Times a transformer of a user's own, whose layers run in a `jax.lax.scan`, on one GPU.
 
-The variants are arrays that a layer keeps for its backward. The sizes are those of Llama 3.2 1B
-without tied embeddings, with 4 rows of 4096 tokens. A call computes the loss and all gradients.
+The variants are the arrays that a layer keeps for its backward, and the dtypes of its products. The
+sizes are those of Llama 3.2 1B without tied embeddings, with 4 rows of 4096 tokens. A call computes
+the loss and all gradients.
 
     python -m benchmarks.training.scanned_transformer --rounds 10
 """
@@ -9,6 +10,7 @@ without tied embeddings, with 4 rows of 4096 tokens. A call computes the loss an
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +30,14 @@ SIZES = transformer.Sizes(
     dtype=jnp.bfloat16,
     has_mesh=False,
 )
-VARIANTS = {
-    "everything, without `jax.checkpoint`": None,
-    "`" + "`, `".join(transformer.KEPT) + "`": transformer.KEPT,
-    "the same without `context`": tuple(n for n in transformer.KEPT if n != "context"),
+_FP8_KEPT = (*transformer.KEPT, "fp8_x")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "everything, without `jax.checkpoint`": {"kept": None},
+    "names of the norms, the MLP and the attention": {"kept": transformer.KEPT},
+    "the same without `context`": {"kept": tuple(n for n in transformer.KEPT if n != "context")},
+    "`rowwise`: everything, without `jax.checkpoint`": {"kept": None, "fp8": "rowwise"},
+    "`rowwise`: all names": {"kept": _FP8_KEPT, "fp8": "rowwise"},
+    "`tensorwise`: all names": {"kept": _FP8_KEPT, "fp8": "tensorwise"},
 }
 ROWS, LENGTH = 4, 4096
 _CALLS = 2  # of a program in a round
@@ -50,8 +56,8 @@ def main() -> None:
     tokens = jax.random.randint(jax.random.key(0), (ROWS, LENGTH + 1), 0, SIZES.vocabulary)
     batch = tokens[:, :-1], tokens[:, 1:], jnp.zeros((ROWS, LENGTH), jnp.int32)
     programs = {}
-    for name, kept in VARIANTS.items():
-        gradients = transformer.gradients_of(dataclasses.replace(SIZES, kept=kept))
+    for name, changes in VARIANTS.items():
+        gradients = transformer.gradients_of(dataclasses.replace(SIZES, **changes))
         programs[name] = jax.jit(gradients).lower(params, *batch).compile()
         loss, _ = programs[name](params, *batch)
         print(f"{name}: loss {loss:.4f}", flush=True)
@@ -75,7 +81,7 @@ def main() -> None:
         [
             f"{device}, jax {jax.__version__}; {limit}",
             "",
-            *tables.markdown(("kept", "ms", "min - max", "temporaries"), rows),
+            *tables.markdown(("variant", "ms", "min - max", "temporaries"), rows),
             "",
             f"    {command.line(parser.prog)}",
             "",

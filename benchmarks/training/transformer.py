@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import document_attention, document_bounds
 from pallas_kernels.attention.bounds import Bounds
+from pallas_kernels.fp8 import Fp8DotGeneral, RecipeName
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 
 AXES = ("fsdp", "tensor")
@@ -45,6 +46,7 @@ class Sizes:
     Attributes:
       has_mesh: Whether a mesh with `AXES` is in context.
       kept: Names of the arrays that a layer keeps for its backward; None keeps everything.
+      fp8: Recipe of the projections of the attention and of the MLP; None multiplies in `dtype`.
     """
 
     hidden: int
@@ -57,6 +59,7 @@ class Sizes:
     dtype: Any
     has_mesh: bool = True
     kept: tuple[str, ...] | None = KEPT
+    fp8: RecipeName | None = None
 
     def out(self, spec: P) -> dict[str, P]:
         """The argument `out_sharding` of an operation of Flax."""
@@ -69,14 +72,16 @@ class Block(nnx.Module):
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         self.sizes = sizes
         d, h = sizes.hidden, sizes.head_size
-        options = {"use_bias": False, "dtype": sizes.dtype, "rngs": rngs}
+        options: dict[str, Any] = {"use_bias": False, "dtype": sizes.dtype, "rngs": rngs}
+        if sizes.fp8 is not None:
+            options["dot_general"] = Fp8DotGeneral(sizes.fp8)
         self.attention_norm = RMSNorm(d)
         self.query = nnx.LinearGeneral(d, (sizes.num_heads, h), **options)
         self.key = nnx.LinearGeneral(d, (sizes.num_kv_heads, h), **options)
         self.value = nnx.LinearGeneral(d, (sizes.num_kv_heads, h), **options)
         self.out = nnx.LinearGeneral((sizes.num_heads, h), d, axis=(-2, -1), **options)
         self.mlp_norm = AddRMSNorm(d)
-        self.mlp = SwiGLU(d, sizes.intermediate, dtype=sizes.dtype, rngs=rngs)
+        self.mlp = SwiGLU(d, sizes.intermediate, dtype=sizes.dtype, fp8=sizes.fp8, rngs=rngs)
 
     def __call__(self, x: jax.Array, bounds: Bounds, angles: jax.Array) -> jax.Array:
         """The tokens `[B, S, D]` after the layer."""

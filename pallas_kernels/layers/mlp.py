@@ -15,10 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_sizes, layer_input
+from pallas_kernels.fp8 import Recipe, RecipeName
+from pallas_kernels.fp8.layers import check_mlp_options, gated_mlp
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.layout import to_spec
-from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
+from pallas_kernels.mlp import Save, swiglu
 from pallas_kernels.partition import explicit_splits, split_as
 
 _LECUN_NORMAL = initializers.lecun_normal()
@@ -32,7 +34,8 @@ class SwiGLU(nnx.Module):
 
     For policies of `jax.checkpoint`, the results of the first two projections have the names `gate`
     and `up`. `swiglu_mlp` has no biases; with `use_bias` the layer is three `nnx.Linear` layers and
-    `pallas_kernels.swiglu`.
+    `pallas_kernels.swiglu`. With `fp8` the layer is `pallas_kernels.fp8.fp8_swiglu_mlp`, and each
+    call quantizes the kernels.
 
     Args:
       hidden_size: D, the size of input and output.
@@ -51,10 +54,13 @@ class SwiGLU(nnx.Module):
       chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
       implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`. With biases,
         `None` takes no kernel, and `"require"` raises in the call.
+      fp8: Recipe of `fp8_swiglu_mlp`, or its name; `None` multiplies in the dtype of the input.
       rngs: Source of the kernels' random numbers.
 
     Raises:
-      ValueError: The layer has biases, and `save` is not `"gate_up"` or there is a `chunk_size`.
+      ValueError: The layer has biases, and `save` is not `"gate_up"`, or there is a `chunk_size` or
+        `fp8`. The layer has `fp8`, and another of the last three options; or there is no recipe of
+        that name.
       TypeError: An option of one projection has another name.
     """
 
@@ -73,9 +79,13 @@ class SwiGLU(nnx.Module):
         save: Save = "gate_up",
         chunk_size: int | None = None,
         implementation: Implementation | None = None,
+        fp8: Recipe | RecipeName | None = None,
         rngs: nnx.Rngs,
     ):
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_mlp_options(fp8, save, chunk_size, implementation)
+        if use_bias and fp8 is not None:
+            raise ValueError(f"{fp8=} is for layers without biases; leave it at None")
         if use_bias and save != "gate_up":
             raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
         if use_bias and chunk_size is not None:
@@ -105,6 +115,7 @@ class SwiGLU(nnx.Module):
         self.save: Save = save
         self.chunk_size = chunk_size
         self.implementation: Implementation | None = implementation
+        self.fp8: Recipe | RecipeName | None = fp8
 
     @classmethod
     def from_nnx(
@@ -116,6 +127,7 @@ class SwiGLU(nnx.Module):
         save: Save = "gate_up",
         chunk_size: int | None = None,
         implementation: Implementation | None = None,
+        fp8: Recipe | RecipeName | None = None,
     ) -> "SwiGLU":
         """A layer of three linear layers, which become its `gate_proj`, `up_proj` and `down_proj`.
 
@@ -129,6 +141,7 @@ class SwiGLU(nnx.Module):
           save: Tensors kept for the backward, as in the constructor.
           chunk_size: Number of positions at a time, as in the constructor.
           implementation: Name, as in the constructor.
+          fp8: Recipe or its name, as in the constructor.
 
         Raises:
           TypeError: One of the layers is no `nnx.Linear`.
@@ -168,6 +181,7 @@ class SwiGLU(nnx.Module):
                 save=save,
                 chunk_size=chunk_size,
                 implementation=implementation,
+                fp8=fp8,
                 rngs=nnx.Rngs(0),
             )
         )
@@ -181,14 +195,10 @@ class SwiGLU(nnx.Module):
             gate = checkpoint_name(_linear(self.gate_proj, x), "gate")
             up = checkpoint_name(_linear(self.up_proj, x), "up")
             return _linear(self.down_proj, swiglu(gate, up, implementation=self.implementation))
-        w_gate, w_up, w_down = (
-            layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)
-        )
-        return swiglu_mlp(
+        return gated_mlp(
             x,
-            w_gate,
-            w_up,
-            w_down,
+            [layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)],
+            fp8=self.fp8,
             save=self.save,
             chunk_size=self.chunk_size,
             implementation=self.implementation,
