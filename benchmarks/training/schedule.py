@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 _BRANCHES = r"(?:(?:true|false)_computation=%[\w.-]+|branch_computations=\{[^}]*\})"
 type _Shape = tuple[str, tuple[int, ...]]
 
@@ -226,4 +225,5 @@ def _trip_count(line: _Line) -> int:
 
 
 def _nbytes(shape: _Shape) -> int:
-    return _ITEMSIZE.get(shape[0], 4) * math.prod(shape[1])
+    bits = re.search(r"\d+", shape[0])  # as in "f8e4m3fn"; "pred" takes a byte
+    return (int(bits[0]) if bits else 8) * math.prod(shape[1]) // 8
