@@ -83,14 +83,14 @@ class Attention(nnx.Module):
         self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
         self.head_dim = config.head_dim
-        self.fp8: RecipeName | None = config.fp8
+        self.recipe: RecipeName | None = config.fp8
 
     def project(
         self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Queries, keys and values. The first two are normed, with `qk_norm`, and then rotated."""
         heads = lambda a: a.reshape(*a.shape[:-1], a.shape[-1] // self.head_dim, self.head_dim)
-        q, k, v = map(heads, project(x, (self.q_proj, self.k_proj, self.v_proj), self.fp8))
+        q, k, v = map(heads, project(x, (self.q_proj, self.k_proj, self.v_proj), self.recipe))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(checkpoint_name(q, "q_proj"))
             k = self.k_norm(checkpoint_name(k, "k_proj"))
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
     def output(self, attn_out: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """The output projection of all heads."""
         attn_out = checkpoint_name(attn_out, "attn_out")
-        (out,) = project(jax.lax.collapse(attn_out, -2), (self.o_proj,), self.fp8)
+        (out,) = project(jax.lax.collapse(attn_out, -2), (self.o_proj,), self.recipe)
         return checkpoint_name(out, "attn_proj")
 
 
@@ -121,13 +121,13 @@ class MLP(SwiGLU):
             rngs=rngs,
         )
         self.hidden_act = config.hidden_act
-        self.fp8: RecipeName | None = config.fp8
+        self.recipe: RecipeName | None = config.fp8
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
         projections = self.gate_proj, self.up_proj, self.down_proj
-        if self.fp8 is not None and is_quantized(*projections):
-            return fp8_swiglu_mlp(x, *map(kernel_of, projections), recipe=self.fp8)
+        if self.recipe is not None and is_quantized(*projections):
+            return fp8_swiglu_mlp(x, *map(kernel_of, projections), recipe=self.recipe)
         if self.hidden_act == "silu":
             return super().__call__(x)
         gate = checkpoint_name(self.gate_proj(x), "gate")

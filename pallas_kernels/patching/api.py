@@ -8,10 +8,12 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Integer
 
+from pallas_kernels.fp8 import Recipe, RecipeName
+from pallas_kernels.fp8.recipes import find_recipe
 from pallas_kernels.patching import candidates, classes, head
 from pallas_kernels.patching.check import Comparison, comparison_of
 from pallas_kernels.patching.original import Refused
-from pallas_kernels.patching.rules import Path, Rule, name_of
+from pallas_kernels.patching.rules import MLPRule, Path, Rule, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +118,13 @@ class Patched:
     __repr__ = __str__
 
 
-def patch(model: nnx.Module) -> Patched:
+def patch(model: nnx.Module, *, fp8: Recipe | RecipeName | None = None) -> Patched:
     """Replaces the RMSNorms and gated MLPs of a Flax NNX model by this library's, in place.
 
         patched = pallas_kernels.patch(model)
         print(patched)
+
+    With `fp8`, the gated MLPs multiply in FP8, by `pallas_kernels.fp8.fp8_swiglu_mlp`.
 
     A module is recognized by what it computes, not by the name of its class. Its parameters must be
     one vector, or the three matrices of a gated MLP in any layout; gate and up may be in one array.
@@ -146,6 +150,7 @@ def patch(model: nnx.Module) -> Patched:
 
     Args:
       model: Model to change, outside of `jax.jit`.
+      fp8: Recipe of the gated MLPs, or its name; None multiplies in the dtypes of the modules.
 
     Returns:
       The list of modules that were replaced or left. Its methods compute the loss and undo the
@@ -153,21 +158,27 @@ def patch(model: nnx.Module) -> Patched:
 
     Raises:
       TypeError: `model` is no `nnx.Module`.
+      ValueError: There is no recipe of that name, or an MLP was patched with another one.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"patch takes an nnx.Module, got a {type(model).__name__}")
+    if fp8 is not None:
+        find_recipe(fp8)
     known: dict[Any, Comparison | str | None] = {}
     modules, replaced, done = [], [], set()
     inner_first = sorted(nnx.iter_modules(model), key=lambda item: -len(item[0]))
     for path, module in inner_first:
         paths = {(*path, *p) for p in candidates.parameters(module)}
         if classes.is_patched(module):
+            _check_recipe(path, module, fp8)
             done |= paths
         if not paths or paths <= done or not callable(module):
             continue
         rule = _rule(module, known)
         if rule is None:
             continue
+        if isinstance(rule, Rule) and isinstance(rule.operation, MLPRule):
+            rule = dataclasses.replace(rule, operation=dataclasses.replace(rule.operation, fp8=fp8))
         name = type(module).__name__
         if isinstance(rule, str):
             if paths & done:  # a block around what was replaced
@@ -181,6 +192,16 @@ def patch(model: nnx.Module) -> Patched:
     in_order = {path: i for i, (path, _) in enumerate(nnx.iter_modules(model))}
     modules.sort(key=lambda m: in_order[m.path])
     return Patched(tuple(modules), tuple(replaced))
+
+
+def _check_recipe(path: Path, module: Any, fp8: Recipe | RecipeName | None) -> None:
+    """Raises a ValueError if a patched MLP has another recipe."""
+    operation = type(module).pallas_kernels_rule.operation
+    if isinstance(operation, MLPRule) and operation.fp8 != fp8:
+        raise ValueError(
+            f"{name_of(path)} was patched with fp8={operation.fp8!r}, and now {fp8=}; pass the "
+            "same recipe, or call undo() of the first patch before"
+        )
 
 
 def _rule(module: nnx.Module, known: dict[Any, Comparison | str | None]) -> Rule | str | None:

@@ -121,7 +121,7 @@ def norm_implementation(config):
 
 def recipe(config):
     """The FP8 recipe of an MLP's layers. Weights this small do not run in FP8."""
-    return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).layers.mlp.fp8
+    return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).layers.mlp.recipe
 
 
 def attention(config):

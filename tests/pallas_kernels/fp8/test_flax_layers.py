@@ -12,9 +12,10 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import linen
+from pallas_kernels import linen, patch
 from pallas_kernels.fp8 import RECIPES, Fp8DotGeneral, fp8_swiglu_mlp
 from pallas_kernels.layers import SwiGLU
+from support import foreign_modules
 from support.fp8_formulas import SMALL, exact_mlp, exact_of_quantized, make_args, mlp_args
 from support.numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
 
@@ -98,9 +99,14 @@ def test_any_order_of_axes():
     check_linear(lambda x, w: fn(x, w.astype(BF16)), (D,), (13,))
 
 
-# Of the axes `fsdp` and `tensor`: how input, kernel and cotangent are split, and then the product.
+# The axes `fsdp` and `tensor` that split the input, the kernel, the cotangent and the product.
 SPLIT = {
-    "nnx.LinearGeneral to heads": (P("fsdp"), P("fsdp", "tensor"), P("fsdp"), P("fsdp")),
+    "nnx.LinearGeneral to heads": (
+        P("fsdp"),
+        P("fsdp", None, "tensor"),
+        P("fsdp"),
+        P("fsdp"),
+    ),
     "nnx.LinearGeneral of heads": (
         P("fsdp", None, "tensor"),
         P("tensor", "fsdp"),
@@ -113,45 +119,81 @@ SPLIT = {
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("name", SPLIT)
 def test_meshes(name, kind):
-    """Kernels and heads that are split. On Explicit axes a head's own axis may be split, too."""
+    """Kernels and inputs of heads: an axis splits the heads, or the channels of each head."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
     *of_args, of_product = SPLIT[name]
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         # Each device rounds its part of the sum over the tokens to bfloat16.
         place = lambda *args: map(put, args, of_args)
-        y, dx, dw = check_linear(*LINEAR[name], place, slack=2.0)
+        y, dx, dw = check_linear(*LINEAR[name], place=place, slack=2.0)
     if kind == AxisType.Explicit:
         whole = lambda spec, a: P(*spec, *[None] * (a.ndim - len(spec)))
         for a, spec in ((y, of_product), (dx, of_args[0]), (dw, of_args[1])):
             assert jax.typeof(a).sharding.spec == whole(spec, a)
 
 
-@pytest.mark.parametrize("make", [SwiGLU, linen.SwiGLU])
-def test_gated_mlp(make):
-    """The layer errs as the function does."""
-    x, *weights, dy = mlp_args((2, 13, D), F)
-    names = "gate_proj", "up_proj", "down_proj"
-    if make is SwiGLU:
-        graphdef, state = nnx.split(SwiGLU(D, F, fp8=ROWWISE, rngs=RNGS))
-        assert set(state) == set(names)
-
-        def layer(x, *weights):
-            kernels = zip(names, weights, strict=True)
-            state = nnx.State({n: {"kernel": nnx.Param(w)} for n, w in kernels})
-            return nnx.merge(graphdef, state)(x)
-    else:
-
-        def layer(x, *weights):
-            params = {n: {"kernel": w} for n, w in zip(names, weights, strict=True)}
-            return linen.SwiGLU(F, fp8=ROWWISE).apply({"params": params}, x)
-
+def check_mlp(layer, args):
+    """Compares an MLP and its gradients with `fp8_swiglu_mlp`: it errs as the function does."""
     function = lambda *args: fp8_swiglu_mlp(*args, recipe=ROWWISE)
     graded = lambda fn: quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
-    got, plain = (graded(fn)(x, *weights, dy) for fn in (layer, function))
-    exact = exact_mlp(x, *weights, dy)
-    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    got, plain = (graded(fn)(*args) for fn in (layer, function))
+    exact = [e.reshape(g.shape) for e, g in zip(exact_mlp(*args), got, strict=True)]
     assert_as_accurate(got, plain, exact, names=("y", "dx", "dw_gate", "dw_up", "dw_down"))
+
+
+def with_kernels(module, names):
+    """The module as a function of its input and of the parameters at these paths."""
+    graphdef, state = nnx.split(module)
+
+    def call(x, *kernels):
+        flat = dict(nnx.to_flat_state(state))
+        flat |= {n: flat[n].replace(k) for n, k in zip(names, kernels, strict=True)}
+        return nnx.merge(graphdef, nnx.from_flat_state(flat))(x)
+
+    return call
+
+
+def test_gated_mlp():
+    names = [(f"{name}_proj", "kernel") for name in ("gate", "up", "down")]
+    module = SwiGLU(D, F, fp8=ROWWISE, rngs=RNGS)
+    check_mlp(with_kernels(module, names), mlp_args((2, 13, D), F))
+
+
+def test_gated_mlp_of_linen():
+    def layer(x, *weights):
+        names = "gate_proj", "up_proj", "down_proj"
+        params = {n: {"kernel": w} for n, w in zip(names, weights, strict=True)}
+        return linen.SwiGLU(F, fp8=ROWWISE).apply({"params": params}, x)
+
+    check_mlp(layer, mlp_args((2, 13, D), F))
+
+
+def test_patched_mlps():
+    """`patch` gives MLPs the recipe; and nothing to a module that is patched without it."""
+    names = [("dense", name, "kernel") for name in ("w2", "w1", "w3")]
+    module = foreign_modules.Projections()
+    patched = patch(module, fp8=ROWWISE)
+    text = "fp8_swiglu_mlp(dense.w2.kernel, dense.w1.kernel, dense.w3.kernel, recipe='rowwise')"
+    assert [m.operation for m in patched.modules] == [text]
+    check_mlp(with_kernels(module, names), mlp_args((2, 13, foreign_modules.D), foreign_modules.F))
+    assert patch(module, fp8=ROWWISE).modules == ()
+    with pytest.raises(ValueError, match=r"was patched with fp8=Recipe.*and now fp8=None; pass"):
+        patch(module)
+    patched.undo()
+    assert [m.operation for m in patch(module).modules] == [
+        text[4:].replace(", recipe='rowwise'", "")
+    ]
+
+
+def test_patched_mlps_that_are_computed_again():
+    """A module with a `jax.checkpoint` of its own keeps nothing but its input."""
+    module = foreign_modules.Remat()
+    patch(module, fp8=ROWWISE)
+    x = jnp.ones((2, 13, foreign_modules.D), BF16)
+    _, vjp = jax.vjp(lambda x: module(x), x)
+    kept = [a.dtype for a in jax.tree.leaves(vjp) if hasattr(a, "dtype")]
+    assert BF16 in kept and not {jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")} & {*kept}
 
 
 def test_layers_of_linear_layers():
@@ -215,5 +257,7 @@ def test_options_that_fp8_does_not_have():
             SwiGLU(D, F, fp8="rowwise", rngs=RNGS, **options)
         with pytest.raises(ValueError, match=f"{name}='{value}' is for MLPs without FP8"):
             linen.SwiGLU(F, fp8="rowwise", **options).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="recipe='fast' must be"):
+        patch(foreign_modules.Projections(), fp8=wrong)
     with pytest.raises(ValueError, match="fp8='rowwise' is for layers without biases"):
         SwiGLU(D, F, use_bias=True, fp8="rowwise", rngs=RNGS)
