@@ -50,7 +50,7 @@ def document_bounds(segment_ids: Int[Array, "B S"], *, window: int | None = None
     rows, _ = explicit_splits(segment_ids)
     segment_ids = split_as((rows, ()), segment_ids)  # cummax along a row needs all of its tokens
     length = segment_ids.shape[1]
-    tokens = jnp.arange(length, dtype=jnp.int32)
+    tokens = jnp.arange(length, dtype=jnp.int32)[None]
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     is_first = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
     is_last = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)

@@ -30,7 +30,7 @@ def attention_reference(
     queries = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
     scores = scale * jnp.einsum("bskgh,btkh->bkgst", queries, k)
     token = jnp.arange(q.shape[1], dtype=begins.dtype)
-    seen = (begins[:, :, None] <= token) & (token <= token[:, None])
+    seen = (begins[:, :, None] <= token[None, None]) & (token[None] <= token[:, None])[None]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     logsumexp = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - logsumexp[..., None])

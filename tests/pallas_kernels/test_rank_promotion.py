@@ -7,6 +7,8 @@ from flax import nnx
 
 from pallas_kernels import (
     add_rms_norm,
+    document_attention,
+    document_bounds,
     fp8,
     linear_cross_entropy,
     linear_distillation_loss,
@@ -17,6 +19,13 @@ from pallas_kernels.layers import LinearCrossEntropy, SwiGLU
 
 X, SCALE = jnp.ones((2, 3, 16)), jnp.ones(16)
 HEAD, BIAS, LABELS = jnp.ones((8, 16)), jnp.ones(8), jnp.zeros((2, 3), jnp.int32)
+
+
+def attention(x, bounds):
+    heads = x.reshape(2, 3, 4, 4)  # with two heads of keys and of values
+    return document_attention(heads, heads[:, :, :2], heads[:, :, 2:], bounds)
+
+
 LOSSES = {
     "cross-entropy": lambda x, **o: linear_cross_entropy(x, HEAD, LABELS, bias=BIAS, **o),
     "log-probabilities": lambda x, **o: linear_log_probs(x, HEAD, LABELS, bias=BIAS, **o),
@@ -26,6 +35,8 @@ CALLS = {
     "norm": lambda x: rms_norm(x, SCALE),
     "norm of a sum": lambda x: add_rms_norm(x, x, SCALE),
     "MLP with biases": lambda x: SwiGLU(16, 32, use_bias=True, rngs=nnx.Rngs(0))(x),
+    "attention of windows": lambda x: attention(x, document_bounds(LABELS, window=2)),
+    "attention of whole rows": lambda x: attention(x, None),
     "logits": lambda x: LinearCrossEntropy(16, 8, use_bias=True, rngs=nnx.Rngs(0)).logits(x),
     **{
         f"{name}, {implementation}": lambda x, fn=fn, name=implementation: fn(
