@@ -40,11 +40,12 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import Recompute, checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType
@@ -55,7 +56,7 @@ from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.mapping import Levels, Mask, by_vmap, loop
 from pallas_kernels.members import fold_members, loop_over_members, saved_of_members
 from pallas_kernels.partition import splits_itself, xla_partitions
-from pallas_kernels.protocol import Arrays, HasTangent, Operation
+from pallas_kernels.protocol import HasTangent, Operation
 
 
 def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
@@ -64,22 +65,27 @@ def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def follows(
-    result: jax.Array, operation: Operation, *args: jax.Array, where_kept: Arrays
+    result: jax.Array,
+    operation: Operation,
+    *args: jax.Array,
+    name: str,
+    where_kept: Mapping[str, jax.Array],
 ) -> jax.Array:
     """`result`, which a `jax.checkpoint` may compute again as `call(operation, *args)`.
 
     A checkpoint computes an array again by the operation that made it, from arguments which it may
     have to compute again, too. Here it takes `operation` if its policy keeps all of `where_kept`
-    and not `result`.
+    and not `result`. A policy keeps an array on the device, or in the memory of the host.
 
     Args:
       result: Array with the values of `call(operation, *args)[0]`, up to rounding.
       operation: Operation with one result.
       *args: Arguments of the operation.
-      where_kept: Arrays that the policy must keep.
+      name: Name that `checkpoint_name` gave to `result`.
+      where_kept: Arrays that the policy must keep, by the names that `checkpoint_name` gave them.
     """
-    params = {"operation": operation, "num_args": len(args)}
-    return _follows_p.bind(result, *args, *where_kept, **params)[0]
+    params = {"operation": operation, "num_args": len(args), "names": (name, *where_kept)}
+    return _follows_p.bind(result, *args, *where_kept.values(), **params)[0]
 
 
 def _primitive(name: str) -> Primitive:
@@ -401,14 +407,19 @@ def _recompute(saveable, is_unknown, is_instantiated, eqn):
       The equation of the forward, that of the backward, whether the result is unknown and
       instantiated, and operands to keep. Each equation may be None.
     """
-    del saveable
-    num_args = eqn.params["num_args"]
+    num_args, names = eqn.params["num_args"], eqn.params["names"]
+    named = eqn.invars[0], *eqn.invars[1 + num_args :]
+    # An array in the memory of the host counts as instantiated, as one that is computed again does.
+    result_is_kept, *others_are_kept = (
+        saveable(_name_primitive(), v.aval, name=name) not in (False, Recompute)
+        for v, name in zip(named, names, strict=True)
+    )
     read = [v for v, given in zip(eqn.invars, is_instantiated, strict=True) if not given]
     if any(is_unknown):
         return None, eqn, [True], [True], read
-    if not is_instantiated[0]:  # the policy keeps the result
+    if not is_instantiated[0]:  # the policy keeps the result on the device
         return eqn, None, [False], [False], []
-    if any(is_instantiated[1 + num_args :]):
+    if result_is_kept or not all(others_are_kept):
         return eqn, eqn, [False], [True], read
     args, operation = eqn.invars[1 : 1 + num_args], eqn.params["operation"]
     fn = _forward(operation, None)
@@ -416,6 +427,12 @@ def _recompute(saveable, is_unknown, is_instantiated, eqn):
     params = {"fn": fn, "jaxpr": jaxpr, "operation": operation, "wanted": None, "levels": ()}
     again = eqn.replace(primitive=_operation_p, invars=args, params=params, effects=jaxpr.effects)
     return eqn, again, [False], [True], [v for v in args if v in read]
+
+
+@functools.cache
+def _name_primitive() -> Any:
+    """The primitive of `checkpoint_name`, which `jax.ad_checkpoint` has only from JAX 0.12 on."""
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, "any"))(0.0).eqns[0].primitive
 
 
 _follows_p.def_impl(lambda result, *_, **__: [result])

@@ -157,8 +157,8 @@ class _Norm:
             # another order.
             alone = dataclasses.replace(self.options, config=config_of(source, None))
             operation = type(self)(alone, has_residual=False)
-            kept = source, rstd
-            results[0] = follows(results[0], operation, source, args[-1], where_kept=kept)
+            named = {"name": "normed", "where_kept": {"residual": source, "rstd": rstd}}
+            results[0] = follows(results[0], operation, source, args[-1], **named)
         return results, (source, args[-1], rstd)
 
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:

@@ -52,7 +52,7 @@ class AddSquare(Square):
     def saved(self, wanted: Any, args: Any, results: Any, residuals: Any) -> Any:
         total = checkpoint_name(results[1], "sum")
         square = checkpoint_name(results[0], "square")
-        square = follows(square, Square(), total, where_kept=(total,))
+        square = follows(square, Square(), total, name="square", where_kept={"sum": total})
         return [square, total], (total,)
 
     def backward(self, wanted: Any, saved: Any, cotangents: Any) -> Any:
@@ -69,9 +69,20 @@ def loss(x, y):
     return jnp.sum(jnp.sin(square) * jnp.cos(total))
 
 
+def keep(names):
+    """A policy that keeps the names, those with `@host` in the memory of the host."""
+    if not any(name.endswith("@host") for name in names):
+        return jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name in names if "@" not in name],
+        names_which_can_be_offloaded=[name[:-5] for name in names if name.endswith("@host")],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
 def under(policy):
-    names = jax.checkpoint_policies.save_only_these_names(*policy)
-    return jax.grad(jax.checkpoint(loss, policy=names), argnums=(0, 1))
+    return jax.grad(jax.checkpoint(loss, policy=keep(policy)), argnums=(0, 1))
 
 
 POLICIES = {
@@ -79,6 +90,9 @@ POLICIES = {
     ("sum", "square"): (["add_square"], 2),
     ("square",): (["add_square", "add_square"], 3),
     ("sum",): (["add_square", "square"], 2),
+    ("sum@host",): (["add_square", "square"], 2),
+    ("sum", "square@host"): (["add_square"], 2),
+    ("sum@host", "square@host"): (["add_square"], 2),
     (): (["add_square", "add_square"], 3),
 }
 
