@@ -154,7 +154,7 @@ def statistics(
     # Over parts, and over the devices that share the vocabulary. Units are log2 up to the end.
     largest, total = found[0:4:2], found[1:4:2]
     tops = [rows.max(jnp.max(a, axis=0)[:, None]) for a in largest]
-    factors = [jnp.exp2(a - top) for a, top in zip(largest, tops, strict=True)]
+    factors = [jnp.exp2(a - top[None]) for a, top in zip(largest, tops, strict=True)]
     add = lambda a: rows.sum(jnp.sum(a, axis=0)[:, None])
     totals = [add(a * factor) for a, factor in zip(total, factors, strict=True)]
     lse, teacher_lse = (top + jnp.log2(a) for top, a in zip(tops, totals, strict=True))

@@ -1,4 +1,4 @@
-"""Operations in plain JAX where the caller forbids JAX to promote ranks. Nothing is compiled."""
+"""Operations where the caller forbids JAX to promote ranks. Nothing is compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +47,34 @@ CALLS = {
     },
 }
 
+# Losses of a size that the kernels take.
+WIDE = jnp.ones((256, 128), jnp.bfloat16)
+REQUIRED = {"implementation": "require"}
+KERNELS = {
+    "cross-entropy": lambda x: linear_cross_entropy(x, WIDE, LABELS, **REQUIRED),
+    "entropies": lambda x: linear_log_probs(
+        x, WIDE, LABELS, return_entropy=True, return_argmax=True, **REQUIRED
+    )[:2],
+    "distillation": lambda x: linear_distillation_loss(x, WIDE, x, WIDE, **REQUIRED),
+}
+
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_rank_is_promoted(name):
+    assert_traces(CALLS[name], X)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_promote_no_rank(name, on_h100):
+    assert_traces(KERNELS[name], jnp.ones((2, 3, 128), jnp.bfloat16))
+
+
+def assert_traces(call, x):
     def total(x):
-        return sum(jnp.sum(a) for a in jax.tree.leaves(CALLS[name](x)))
+        return sum(jnp.sum(a) for a in jax.tree.leaves(call(x)))
 
     with jax.numpy_rank_promotion("raise"):
-        assert jax.eval_shape(jax.grad(total), X).shape == X.shape
+        assert jax.eval_shape(jax.grad(total), x).shape == x.shape
 
 
 def test_no_rank_is_promoted_in_a_quantized_norm():

@@ -238,7 +238,7 @@ def _has_label(
     """Whether the columns of a tile include a label of 64 rows, as 0 or 1; int32."""
     label_tile = jnp.where(labels < 0, -1, labels // tile_n).reshape(-1, TILE_M)
     tiles = jnp.arange(column_tiles, dtype=label_tile.dtype)
-    return jnp.any(label_tile[..., None] == tiles, axis=1).astype(jnp.int32)
+    return jnp.any(label_tile[..., None] == tiles[None, None], axis=1).astype(jnp.int32)
 
 
 class _Rows(NamedTuple):

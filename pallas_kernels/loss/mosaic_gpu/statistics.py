@@ -82,7 +82,7 @@ def linear_statistics(
     running: Running = jax.tree.unflatten(jax.tree.structure(start), found)
     # Where every logit is -inf, the maximum is -1e30 and the sum is 0.
     top = jnp.max(running.largest, axis=0)
-    factor = jnp.exp(running.largest - top)
+    factor = jnp.exp(running.largest - top[None])
     sums = jnp.sum(running.sum_exp * factor, axis=0)
     lse = top + jnp.log(sums)
     statistics = LogitStatistics(
@@ -94,7 +94,7 @@ def linear_statistics(
     )
     entropy = argmax = None
     if with_entropy:
-        change = (running.largest - top) * LOG2_E
+        change = (running.largest - top[None]) * LOG2_E
         weighted = running.weighted + running.sum_exp * change
         entropy = entropy_of(sums, jnp.sum(weighted * factor, axis=0))
     if with_argmax:
@@ -106,7 +106,7 @@ def lowest_of_largest(
     largest: Float[Array, "parts *T"], argmax: Float[Array, "parts *T"]
 ) -> Float[Array, "*T"]:
     """The lowest argmax of the parts of a row that have its largest logit; of all parts for NaN."""
-    is_less = largest < jnp.max(largest, axis=0)
+    is_less = largest < jnp.max(largest, axis=0, keepdims=True)
     return jnp.min(jnp.where(is_less, jnp.inf, argmax), axis=0)
 
 
