@@ -201,15 +201,15 @@ def _checked_results(
     """`(loss, aux)` of what a function returns; raises as `token_function` says."""
     if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError(f"token_fn must return (loss, aux), because has_aux=True; got {shapes}")
-    loss: Any
     loss, aux = shapes if has_aux else (shapes, ())
-    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
+    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
     wanted = of_tokens if per_token else ()
-    if not is_array or loss.shape != wanted or loss.dtype != jnp.float32:
+    if shape != wanted or dtype != jnp.float32:
         what = f"a float32 array {wanted}" if per_token else "a float32 scalar"
         remedy = "return a number for each token" if per_token else "sum or average over tokens"
         more = "" if has_aux else ", and pass has_aux=True to return more"
-        raise TypeError(f"token_fn must return {what}, got {loss}; {remedy}{more}")
+        remedy = "cast it to float32" if shape == wanted else f"{remedy}{more}"
+        raise TypeError(f"token_fn must return {what}, got {loss}; {remedy}")
     if per_token and any(a.shape[:1] != of_tokens for a in jax.tree.leaves(aux)):
         raise ValueError(
             f"with per_token=True every array of aux has a row for each of {of_tokens[0]} tokens, "

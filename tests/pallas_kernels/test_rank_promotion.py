@@ -1,5 +1,7 @@
 """Operations where the caller forbids JAX to promote ranks. Nothing is compiled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,7 +51,7 @@ CALLS = {
 
 # Losses of a size that the kernels take.
 WIDE = jnp.ones((256, 128), jnp.bfloat16)
-REQUIRED = {"implementation": "require"}
+REQUIRED: Any = {"implementation": "require"}
 KERNELS = {
     "cross-entropy": lambda x: linear_cross_entropy(x, WIDE, LABELS, **REQUIRED),
     "entropies": lambda x: linear_log_probs(

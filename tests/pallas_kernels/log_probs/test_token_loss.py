@@ -416,7 +416,7 @@ def test_errors():
     of = lambda fn, **options: linear_token_loss(x, weight, labels, fn, **options)
     with pytest.raises(TypeError, match="float32 scalar"):
         of(lambda log_probs, entropy, data: log_probs)
-    with pytest.raises(TypeError, match="float32 scalar"):
+    with pytest.raises(TypeError, match=r"float32 scalar, got .*bfloat16.*; cast it to float32"):
         of(lambda log_probs, entropy, data: jnp.sum(log_probs).astype(BF16))
     with pytest.raises(TypeError, match="has_aux=True"):
         of(lambda log_probs, entropy, data: jnp.sum(log_probs), has_aux=True)
