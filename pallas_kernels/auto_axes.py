@@ -74,10 +74,7 @@ def over_auto_axes(
             used = {*layout.place.tokens, *itertools.chain(*members, *layout.place.parts)}
             if idle := tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in used):
                 warn_of_idle_axes(idle, roles.parts)
-        of_args = [
-            (*(split for split, level in zip(members, levels, strict=True) if level[i]), *rest)
-            for i, rest in enumerate(layout.args)
-        ]
+        of_args = _behind_members(members, levels, layout.args)
         of_results = [(*members, *rest) for rest in layout.results]
         shardings = lambda many: tuple(NamedSharding(mesh, to_spec(s)) for s in many)
         # A plan depends on the shapes, so a device's gradient may be in 16 bits where that of the
@@ -123,6 +120,16 @@ def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, li
     nums = num_levels(levels, len(splits))
     rest = [tuple(map(without, s[num:])) for s, num in zip(splits, nums, strict=True)]
     return tuple(found), rest
+
+
+def _behind_members(
+    members: Sequence[Any], levels: Levels, of_args: Sequence[Sequence[Any]]
+) -> list[tuple[Any, ...]]:
+    """For each argument, what `members` has for the levels of the argument, then its other axes."""
+    return [
+        (*itertools.compress(members, [level[i] for level in levels]), *rest)
+        for i, rest in enumerate(of_args)
+    ]
 
 
 def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
@@ -182,10 +189,7 @@ def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tupl
             case _:
                 results.append(of_tokens(role))
     members = [f"m{i}" for i in range(len(levels))]
-    of_args = [
-        [*(m for m, level in zip(members, levels, strict=True) if level[i]), *factors]
-        for i, factors in enumerate(args)
-    ]
-    of_results = [[*members, *factors] for factors in results]
+    of_args = _behind_members(members, levels, args)
+    of_results = [(*members, *factors) for factors in results]
     text = lambda many: ", ".join(" ".join(factors) for factors in many)
     return f"{text(of_args)} -> {text(of_results)}", tuple(dict.fromkeys(whole))

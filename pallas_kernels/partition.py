@@ -65,8 +65,9 @@ def partitioned(
     """
     mesh = mesh_of(args)
     whole = Place(parts=manual_parts or ((),) * len(roles.parts))
-    if explicit := _explicit_beside_auto(mesh) or _explicit_axes(mesh, args):
-        return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
+    if _explicit_axes(mesh):
+        _log_of_unused_auto_axes(mesh)
+        return _over_explicit_axes(local, key, roles, whole, mesh, args)
     if xla_partitions(args):
         return tuple(over_auto_axes(local, key, roles, whole, tuple(a.ndim for a in args))(*args))
     # On Manual axes the arrays are a device's parts already. Where `unsupported_reason` is not
@@ -105,13 +106,16 @@ def split_over_explicit_axes(
     """
     mesh = mesh_of(args)
     whole = Place(parts=((),) * len(roles.parts))
-    if explicit := _explicit_axes(mesh, args):
-        is_mixed = bool(axes_of_kind(mesh, AxisType.Auto))
-        run = lambda *args: _over_explicit_axes(
-            local, key, roles, whole, mesh, explicit, args, leaves_auto=is_mixed
-        )
-        return tuple(in_types_that_do_not_vary(run, args))
-    return tuple(local(key, whole)(*args))
+    explicit = _explicit_axes(mesh)
+    has_auto = bool(axes_of_kind(mesh, AxisType.Auto))
+    is_split = any(name is not None for a in args for name in jax.typeof(a).sharding.spec)
+    # A map beside Auto axes names the Explicit ones, and JAX refuses one that names the axis of the
+    # members of a `jax.vmap`. So there is no map where no array here is split.
+    if not explicit or (has_auto and not is_split):
+        return tuple(local(key, whole)(*args))
+    names = explicit if has_auto else ()
+    run = lambda *args: _over_explicit_axes(local, key, roles, whole, mesh, args, names=names)
+    return tuple(in_types_that_do_not_vary(run, args))
 
 
 def in_types_that_do_not_vary(
@@ -140,32 +144,18 @@ def mesh_of(args: Sequence[jax.Array]) -> Any:
     return next((m for m in meshes if not m.empty), mesh)
 
 
-def _explicit_axes(mesh: Any, args: Sequence[jax.Array]) -> Split:
-    """The Explicit axes, unless there are Auto axes, too, and no Explicit axis splits an array.
-
-    Inside of `jax.vmap` JAX refuses a `jax.shard_map` that names the axis of the members. Where all
-    axes are Explicit, none is named.
-    """
-    axes = _named_in_types(mesh)
-    is_split = any(name is not None for a in args for name in jax.typeof(a).sharding.spec)
-    return axes if is_split or not axes_of_kind(mesh, AxisType.Auto) else ()
-
-
-def _explicit_beside_auto(mesh: Any) -> Split:
-    """The Explicit axes of a mesh that has Auto axes, too.
+def _log_of_unused_auto_axes(mesh: Any) -> None:
+    """Logs once that kernels are not split over Auto axes of several devices beside Explicit ones.
 
     JAX cannot compile a function that XLA partitions on such a mesh. So `partitioned` maps over all
     axes, and splits the tokens over the Explicit ones alone.
     """
-    if not (auto := axes_of_kind(mesh, AxisType.Auto)):
-        return ()
-    if (explicit := _named_in_types(mesh)) and reason_not_here() is None:
+    if (auto := axes_of_kind(mesh, AxisType.Auto)) and reason_not_here() is None:
         log_once(
-            f"the mesh has the Explicit axes {explicit} and the Auto axes {auto}: operations with "
-            "kernels are not split over the Auto axes there, and all their devices compute the "
-            "same; make all axes Explicit, or all Auto"
+            f"the mesh has the Explicit axes {_explicit_axes(mesh)} and the Auto axes {auto}: "
+            "operations with kernels are not split over the Auto axes there, and all their devices "
+            "compute the same; make all axes Explicit, or all Auto"
         )
-    return explicit
 
 
 def axes_of_kind(mesh: Any, kind: AxisType) -> Split:
@@ -174,8 +164,8 @@ def axes_of_kind(mesh: Any, kind: AxisType) -> Split:
     return tuple(name for name, size, k in axes if k == kind and size > 1)
 
 
-def _named_in_types(mesh: Any) -> Split:
-    """The Explicit axes. JAX checks the types of arrays that name an axis of one device, too."""
+def _explicit_axes(mesh: Any) -> Split:
+    """The Explicit axes, those of one device, too: types name them, and JAX checks the types."""
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in axes if kind == AxisType.Explicit)
 
@@ -187,7 +177,7 @@ def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     that Explicit axes split in other ways. The last axis of `x` is no axis of tokens.
     """
     mesh = mesh_of((x, *numbers))
-    if not _named_in_types(mesh):
+    if not _explicit_axes(mesh):
         return list(numbers)
     specs = [explicit_splits(a) for a in (x, *numbers)]
     specs[0] = specs[0][:-1]
@@ -226,11 +216,16 @@ def _over_explicit_axes(
     roles: Roles,
     whole: Place,
     mesh: Any,
-    axes: Split,
     args: Sequence[jax.Array],
     *,
-    leaves_auto: bool = False,
+    names: Split = (),
 ) -> tuple[jax.Array, ...]:
+    """`local(key, place)(*args)` by `jax.shard_map`, split over the Explicit axes.
+
+    Without `names` the map is over all axes, except for one over which `jax.vmap` splits its
+    members, which JAX refuses to name. With `names` it is over these axes, and the Auto axes are
+    left to XLA.
+    """
     types = list(map(explicit_splits, args))
     # An axis of one device splits nothing: it decides neither kernels nor exchanges. Only the types
     # of the results name it.
@@ -244,15 +239,13 @@ def _over_explicit_axes(
     layout.warn_of_repeated_work()
     run = layout.of_device(local, key, roles)
     # XLA ends with an internal error where it partitions a map over axes of one device alone.
-    if several or not leaves_auto:
+    if several or not names:
         run = jax.shard_map(
             run,
             mesh=mesh,
             in_specs=tuple(map(to_spec, layout.args)),
             out_specs=tuple(map(to_spec, layout.results)),
-            # Without names `shard_map` maps over all axes except for one over which `jax.vmap`
-            # splits its members, which JAX refuses to name. With names it leaves Auto axes to XLA.
-            axis_names=set(axes) if leaves_auto else frozenset(),
+            axis_names=set(names),
             check_vma=False,
         )
     of = lambda splits: NamedSharding(mesh, to_spec(splits))
