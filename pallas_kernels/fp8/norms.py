@@ -19,8 +19,9 @@ from pallas_kernels.implementation import Implementation, choose_implementation
 from pallas_kernels.norm import api, mosaic_gpu
 from pallas_kernels.norm import reference as norm_reference
 from pallas_kernels.norm.api import Casting
-from pallas_kernels.norm.config import Options, config_of
+from pallas_kernels.norm.config import config_of
 from pallas_kernels.norm.forward_kernel import forward
+from pallas_kernels.norm.reference import Options
 
 
 def rms_norm_quantized(
@@ -63,7 +64,7 @@ def rms_norm_quantized(
       NotImplementedError: The caller asked for the kernel or requires it, and it does not run; or
         the function is differentiated.
     """
-    options = dict(eps=eps, weight_offset=weight_offset, casting=casting)
+    options = api.checked_options(eps, weight_offset, casting)
     name = "rms_norm_quantized"
     y, _, rstd = _quantized(name, x, None, weight, dtype, implementation, options)
     return y, rstd
@@ -87,7 +88,7 @@ def add_rms_norm_quantized(
     Returns:
       `(y, residual_out, rstd)`; `residual_out` has the dtype of `x`.
     """
-    options = dict(eps=eps, weight_offset=weight_offset, casting=casting)
+    options = api.checked_options(eps, weight_offset, casting)
     name = "add_rms_norm_quantized"
     y, residual_out, rstd = _quantized(name, x, residual, weight, dtype, implementation, options)
     assert residual_out is not None
@@ -101,7 +102,7 @@ def _quantized(
     weight: Any,
     dtype: DTypeLike,
     implementation: Implementation | None,
-    options: dict[str, Any],
+    options: Options,
 ) -> tuple[Quantized, Array | None, Array]:
     """`(y, residual_out, rstd)`."""
     x, weight = floating_arrays(least_bits=16, x=x, weight=weight)
@@ -112,7 +113,6 @@ def _quantized(
         (x, residual, weight),
     )
     check_dtype(dtype)
-    api.check_norm_options(**options)
     api.check_shapes(x, residual, weight)
     chosen, reason = api.choose_norm(x, residual, weight, implementation, None)
     if chosen == "mosaic_gpu" and (unsupported := _unsupported_reason(x)) is not None:
@@ -120,12 +120,12 @@ def _quantized(
     record(name, (x, residual, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         return _kernel(x, residual, weight, dtype, options)
-    y, total = norm_reference.norm(x, residual, weight, **options)
+    y, total = norm_reference.norm(x, residual, weight, options)
     source = x if total is None else total
     squares = jnp.mean(jnp.square(source.astype(jnp.float32)), axis=-1)
     scale = reference.scale_of(reference.amax_of(y, axis=-1), dtype)
     values = reference.values_of(y, scale, dtype)
-    return Quantized(values, scale), total, jax.lax.rsqrt(squares + options["eps"])
+    return Quantized(values, scale), total, jax.lax.rsqrt(squares + options.eps)
 
 
 def _unsupported_reason(x: Array) -> str | None:
@@ -142,7 +142,7 @@ def _unsupported_reason(x: Array) -> str | None:
 
 
 def _kernel(
-    x: Array, residual: Array | None, weight: Array, dtype: DTypeLike, options: dict[str, Any]
+    x: Array, residual: Array | None, weight: Array, dtype: DTypeLike, options: Options
 ) -> tuple[Quantized, Array | None, Array]:
     """`_quantized` by the kernel of the norm's forward."""
     leading, width = x.shape[:-1], x.shape[-1]
@@ -152,7 +152,8 @@ def _kernel(
     mosaic_gpu.check_config(config, x, residual)
     rows = lambda a: a.reshape(math.prod(leading), width)
     (values, scale), residual_out, rstd = forward(
-        Options(float(options["eps"]), float(options["weight_offset"]), options["casting"], config),
+        options,
+        config,
         rows(x),
         None if residual is None else rows(residual),
         weight,

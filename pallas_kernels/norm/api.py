@@ -1,6 +1,6 @@
 """The public RMSNorm and residual-add RMSNorm."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,8 +18,7 @@ from pallas_kernels.implementation import (
 from pallas_kernels.logs import log_once
 from pallas_kernels.norm import mosaic_gpu, reference
 from pallas_kernels.norm.config import Config
-
-type Casting = Literal["float32", "llama", "gemma"]
+from pallas_kernels.norm.reference import Casting, Options
 
 
 def rms_norm(
@@ -78,7 +77,7 @@ def rms_norm(
         the kernel or requires kernels.
     """
     x, weight = floating_arrays(x=x, weight=weight)
-    options = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
+    options = checked_options(eps, weight_offset, casting)
     return _norm("rms_norm", x, None, weight, options, implementation, config)[0]
 
 
@@ -121,7 +120,7 @@ def add_rms_norm(
     """
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
     log_rounding_of_residual("add_rms_norm", "x", x, residual)
-    options = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
+    options = checked_options(eps, weight_offset, casting)
     y, residual_out = _norm("add_rms_norm", x, residual, weight, options, implementation, config)
     assert residual_out is not None
     return y, residual_out
@@ -132,20 +131,19 @@ def _norm(
     x: Array,
     residual: Array | None,
     weight: Array,
-    options: dict[str, Any],
+    options: Options,
     implementation: Implementation | None,
     config: Config | None,
 ) -> tuple[Array, Array | None]:
     """`(y, residual_out)` of arrays, by the implementation that the caller asks for."""
-    check_norm_options(**options)
     check_shapes(x, residual, weight)
     chosen, reason = choose_norm(x, residual, weight, implementation, config)
     record(name, (x, residual, weight), implementation, chosen, reason)
     if chosen != "mosaic_gpu":
-        return reference.norm(x, residual, weight, **options)
+        return reference.norm(x, residual, weight, options)
     # Plain JAX may compute what has no kernel if the caller has not asked for kernels.
     has_tangent = implementation is None and required_by(implementation) is None
-    return mosaic_gpu.norm(x, residual, weight, **options, config=config, has_tangent=has_tangent)
+    return mosaic_gpu.norm(x, residual, weight, options, config, has_tangent=has_tangent)
 
 
 def choose_norm(
@@ -180,11 +178,17 @@ def log_rounding_of_residual(operation: str, name: str, summand: Array, residual
         )
 
 
-def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:
-    """Raises ValueError or TypeError for an option that no norm takes."""
+def checked_options(eps: float, weight_offset: float, casting: Casting) -> Options:
+    """The options of a norm.
+
+    Raises:
+      ValueError: A number is out of range, or the casting is unknown.
+      TypeError: A number is none.
+    """
     check_number("eps", eps, least=0.0, remedy="models have 1e-5 or 1e-6")
     check_number("weight_offset", weight_offset, remedy="0.0 is none, Gemma has 1.0")
     check_choice("casting", casting, Casting)
+    return Options(float(eps), float(weight_offset), casting)
 
 
 def norm_options(layer: Any, eps: float) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
-from pallas_kernels.norm.config import Options, keeps_rows, keeps_weight, smem_for_rows
+from pallas_kernels.norm.config import Config, keeps_rows, keeps_weight, smem_for_rows
+from pallas_kernels.norm.reference import Options
 from pallas_kernels.norm.rows import (
     Chunk,
     Rows,
@@ -46,6 +47,7 @@ _DY, _SOURCE, _DRESIDUAL_OUT = range(3)
 
 def backward(
     options: Options,
+    config: Config,
     dy: Float[Array, "T D"],
     dresidual_out: Float[Array, "T D"] | None,
     source: Float[Array, "T D"],
@@ -63,7 +65,7 @@ def backward(
     num_tokens, hidden_size = source.shape
     arrays = [dy, source] if dresidual_out is None else [dy, source, dresidual_out]
     dtypes = source.dtype, weight.dtype
-    plan = _plan(options, num_tokens, hidden_size, *dtypes, num_operands=len(arrays))
+    plan = _plan(config, num_tokens, hidden_size, *dtypes, num_operands=len(arrays))
     rows, split = plan.rows, plan.rows.split
     scratch: list[Any] = list(rows.exchange)
     in_smem = lambda shapes, dtype: {v: plgpu.SMEM(shape, dtype) for v, shape in shapes.items()}
@@ -83,7 +85,7 @@ def backward(
             plgpu.Barrier(num_arrivals=len(split.chunks)),
         ]
     dx, dweight = gpu_kernel(
-        lambda *refs: _Block(plan, *refs).run(),
+        lambda *refs: _Block(options, plan, *refs).run(),
         out_type=(
             jax.ShapeDtypeStruct(rows.shape, source.dtype),
             jax.ShapeDtypeStruct(
@@ -112,7 +114,6 @@ class _Plan:
     """How the backward deals its rows.
 
     Attributes:
-      options: Options of the norm.
       rows: Rows of the arrays, and how warps share one.
       num_operands: Number of arrays with rows: dy, the source and, if it is added, dresidual_out.
       num_parts: Parts of the columns, each of which has blocks of its own.
@@ -126,7 +127,6 @@ class _Plan:
       weight_in_smem: Whether shared memory holds the weight.
     """
 
-    options: Options
     rows: Rows
     num_operands: int
     num_parts: int
@@ -140,7 +140,7 @@ class _Plan:
 
 
 def _plan(
-    options: Options,
+    config: Config,
     num_tokens: int,
     hidden_size: int,
     dtype: jnp.dtype,
@@ -148,7 +148,6 @@ def _plan(
     *,
     num_operands: int,
 ) -> _Plan:
-    config = options.config
     split = split_row(hidden_size, config.bwd_warps, dtype.itemsize)
     assert split is not None  # `check_config` has refused other sizes
     # A block computes `dx` and `dweight` of one part of the columns: all of them, unless the sums
@@ -172,7 +171,6 @@ def _plan(
     steps_per_partial = max(1, _ROWS_PER_PARTIAL // rows.rows_per_step)
     stages = config.bwd_stages if num_parts == 1 else 0
     return _Plan(
-        options=options,
         rows=rows,
         num_operands=num_operands,
         num_parts=num_parts,
@@ -198,8 +196,8 @@ def _plan(
 class _Block:
     """The body of the kernel: one block and the references that it has."""
 
-    def __init__(self, plan: _Plan, *refs: Any):
-        self.plan = plan
+    def __init__(self, options: Options, plan: _Plan, *refs: Any):
+        self.options, self.plan = options, plan
         self.inputs, others = refs[: plan.num_operands], refs[plan.num_operands :]
         self.weight_gmem, self.rstd_gmem, self.dx_gmem, self.dweight_gmem, *scratch = others
         self.partial_smem, self.barrier, *scratch = scratch
@@ -323,7 +321,7 @@ class _Block:
                     dx += get(_DRESIDUAL_OUT, i, chunk, k)
                 store(rows.at(self.dx_gmem, row, self.warpgroup, chunk), dx.astype(dtype))
                 x_hat = source * rows.spread(unseen[i], chunk)
-                added += dy * as_scaled(x_hat, plan.options.casting, dtype)
+                added += dy * as_scaled(x_hat, self.options.casting, dtype)
             sums.append(added)
         if plan.stages:
             self.refill(step + plan.stages)
@@ -395,4 +393,4 @@ class _Block:
             weight = load(rows.in_whole(ref, None, self.warpgroup), chunk.layout)
         else:
             weight = self.load_weight(chunk)
-        return rows.scale(weight, self.plan.options.weight_offset)
+        return rows.scale(weight, self.options.weight_offset)

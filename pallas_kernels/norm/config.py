@@ -76,23 +76,6 @@ class Config:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of a norm that are not arrays; hashable, because operations are static.
-
-    Attributes:
-      eps: Number added to the mean square.
-      weight_offset: Number added to the weight.
-      casting: Place where the result is rounded.
-      config: Launch parameters.
-    """
-
-    eps: float
-    weight_offset: float
-    casting: str
-    config: Config
-
-
 def _config(*values: Any) -> Config:
     """A configuration from its fields in order."""
     names = (field.name for field in dataclasses.fields(Config))

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
-from pallas_kernels.norm.config import Options
+from pallas_kernels.norm.config import Config
+from pallas_kernels.norm.reference import Options
 from pallas_kernels.norm.rows import Rows, as_scaled, split_row, widest_itemsize
 
 
@@ -43,6 +44,7 @@ class Epilogue(Protocol):
 
 def forward(
     options: Options,
+    config: Config,
     x: Float[Array, "T D"],
     residual: Float[Array, "T D"] | None,
     weight: Float[Array, " D"],
@@ -51,7 +53,7 @@ def forward(
     """`(y, residual_out, rstd)`; the arrays of an epilogue are in the place of `y`."""
     x, residual, weight = at_aligned_addresses((x, residual, weight))
     num_tokens, hidden_size = x.shape
-    split = split_row(hidden_size, options.config.fwd_warps, widest_itemsize(x, residual))
+    split = split_row(hidden_size, config.fwd_warps, widest_itemsize(x, residual))
     assert split is not None  # `check_config` has refused other sizes
     rows = Rows(split, num_tokens)
     has_residual = residual is not None
@@ -61,7 +63,15 @@ def forward(
     of_y = (row_shape,) if epilogue is None else epilogue.out_types(rows, num_tokens)
     outputs = gpu_kernel(
         functools.partial(
-            _kernel, options, rows, tiles_per_block, num_blocks, has_residual, epilogue, len(of_y)
+            _kernel,
+            options,
+            config.fwd_reread,
+            rows,
+            tiles_per_block,
+            num_blocks,
+            has_residual,
+            epilogue,
+            len(of_y),
         ),
         out_type=(
             *of_y,
@@ -90,6 +100,7 @@ def forward(
 
 def _kernel(
     options: Options,
+    reread: bool,
     rows: Rows,
     tiles_per_block: int,
     num_blocks: int,
@@ -108,7 +119,7 @@ def _kernel(
     y_gmems, (rstd_gmem, partial_smem, barrier, *scratch) = others[:num_y], others[num_y:]
     block = jax.lax.axis_index("block")
     warpgroup = jax.lax.axis_index("warpgroup")
-    split, dtype, reread = rows.split, x_gmem.dtype, options.config.fwd_reread
+    split, dtype = rows.split, x_gmem.dtype
     load_weight = functools.partial(rows.load_weight, weight_gmem, warpgroup)
 
     def total(row, chunk):

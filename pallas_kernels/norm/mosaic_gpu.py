@@ -41,8 +41,9 @@ from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.mapping import Mask
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
-from pallas_kernels.norm.config import Config, Options, config_of, smem_for_rows
+from pallas_kernels.norm.config import Config, config_of, smem_for_rows
 from pallas_kernels.norm.forward_kernel import forward
+from pallas_kernels.norm.reference import Options
 from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
 from pallas_kernels.operation import call, follows
 from pallas_kernels.partition import partitioned
@@ -78,12 +79,10 @@ def norm(
     x: Float[Array, "*T D"],
     residual: Float[Array, "*T D"] | None,
     weight: Float[Array, " D"],
-    *,
-    eps: float,
-    weight_offset: float,
-    casting: str,
+    options: Options,
     config: Config | None,
-    has_tangent: bool = False,
+    *,
+    has_tangent: bool,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"] | None]:
     """`(y, residual_out)` of `pallas_kernels.add_rms_norm`, or `(y, None)` without a residual.
 
@@ -98,13 +97,11 @@ def norm(
     if config is None:
         config = config_of(x, residual)
     check_config(config, x, residual)
-    options = Options(float(eps), float(weight_offset), casting, config)
     if x.size == 0:
         # There is nothing to launch. The gradients of these results are zeros.
-        how = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
-        return reference.norm(x, residual, weight, **how)
+        return reference.norm(x, residual, weight, options)
     kind = _NormWithTangent if has_tangent else _Norm
-    operation = kind(options, residual is not None)
+    operation = kind(options, config, residual is not None)
     if residual is None:
         (y,) = call(operation, x, weight)
         return y, None
@@ -121,10 +118,12 @@ class _Norm:
 
     Attributes:
       options: Options of the norm.
+      config: Launch parameters.
       has_residual: Whether there is a residual.
     """
 
     options: Options
+    config: Config
     has_residual: bool
 
     @property
@@ -155,8 +154,7 @@ class _Norm:
             # need not add again, for which it would compute the product before the addition again.
             # The last bits may differ, because the kernel without a residual adds the squares in
             # another order.
-            alone = dataclasses.replace(self.options, config=config_of(source, None))
-            operation = type(self)(alone, has_residual=False)
+            operation = type(self)(self.options, config_of(source, None), has_residual=False)
             named = {"name": "normed", "where_kept": {"residual": source, "rstd": rstd}}
             results[0] = follows(results[0], operation, source, args[-1], **named)
         return results, (source, args[-1], rstd)
@@ -174,7 +172,7 @@ class _Norm:
             of_args = *(_TOKENS,) * (len(given) + 1), _WEIGHT, _ROWS
             roles = Roles(of_args, (_TOKENS, GradientOf(len(given) + 1)))
             arrays = *given, source, weight, rstd
-            dx, dweight = partitioned(_backward_of, self.options, roles, *arrays)
+            dx, dweight = partitioned(_backward_of, self, roles, *arrays)
         gradients = (dx, dx, dweight) if self.has_residual else (dx, dweight)
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
@@ -203,14 +201,7 @@ class _NormWithTangent(_Norm):
         # devices, each device has a gradient of its own, and JAX adds them up later.
         source = vary(source, varying_axes(dsource))
         weight = vary(weight, varying_axes(dweight))
-        norm = lambda source, weight: reference.norm(
-            source,
-            None,
-            weight,
-            eps=self.options.eps,
-            weight_offset=self.options.weight_offset,
-            casting=self.options.casting,
-        )[0]
+        norm = lambda source, weight: reference.norm(source, None, weight, self.options)[0]
         _, dy = jax.jvp(norm, (source, weight), (dsource, dweight))
         return (dy, dsource) if self.has_residual else (dy,)
 
@@ -220,25 +211,27 @@ def _forward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, ...]
 
     def run(*args: jax.Array) -> tuple[jax.Array, ...]:
         x, *residual, weight = args
-        rows = _Rows.of(x, key.options.config)
+        rows = _Rows.of(x, key.config)
         added = rows.join(residual[0]) if residual else None
-        y, residual_out, rstd = forward(key.options, rows.join(x), added, weight)
+        y, residual_out, rstd = forward(key.options, key.config, rows.join(x), added, weight)
         out = [y] if residual_out is None else [y, residual_out]
         return *map(rows.split, out), rows.split(rstd)
 
     return run
 
 
-def _backward_of(options: Options, place: Place) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _backward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The backward of a device's arrays: `(dx, dweight)`."""
 
     def run(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
         *given, source, weight, rstd = args
-        rows = _Rows.of(source, options.config)
+        rows = _Rows.of(source, key.config)
         dy, *rest = (rows.join(a, fill=0) for a in given)
         dresidual_out = rest[0] if rest else None
         joined = rows.join(rstd[..., None])[:, 0]
-        dx, dweight = backward(options, dy, dresidual_out, rows.join(source), weight, joined)
+        dx, dweight = backward(
+            key.options, key.config, dy, dresidual_out, rows.join(source), weight, joined
+        )
         return rows.split(dx), dweight
 
     return run

@@ -1,8 +1,9 @@
 """RMSNorm in plain JAX, differentiated by JAX: tests compare with it, and XLA fuses it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,24 @@ from jaxtyping import Array, Float
 from pallas_kernels.layout import Place, Roles, Tokens, Weight
 from pallas_kernels.partition import split_over_explicit_axes
 
+type Casting = Literal["float32", "llama", "gemma"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """The numbers and the rounding of a norm, as `pallas_kernels.rms_norm` describes them.
+
+    Attributes:
+      eps: Number added to the mean square.
+      weight_offset: Number added to the weight.
+      casting: Place where the result is rounded.
+    """
+
+    eps: float
+    weight_offset: float
+    casting: Casting
+
+
 _TOKENS, _WEIGHT = Tokens(("d",)), Weight(("d",))
 
 
@@ -19,51 +38,45 @@ def norm(
     x: Float[Array, "*T D"],
     residual: Float[Array, "*T D"] | None,
     weight: Float[Array, " D"],
-    *,
-    eps: float,
-    weight_offset: float,
-    casting: str,
+    options: Options,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"] | None]:
     """`(y, residual_out)` of `pallas_kernels.add_rms_norm`, or `(y, None)` without a residual."""
-    key = float(eps), float(weight_offset), casting
     if residual is None:
         roles = Roles((_TOKENS, _WEIGHT), (_TOKENS,))
-        return split_over_explicit_axes(_norm_of, key, roles, x, weight)[0], None
+        return split_over_explicit_axes(_norm_of, options, roles, x, weight)[0], None
     roles = Roles((_TOKENS, _TOKENS, _WEIGHT), (_TOKENS, _TOKENS))
-    y, residual_out = split_over_explicit_axes(_add_norm_of, key, roles, x, residual, weight)
+    y, residual_out = split_over_explicit_axes(_add_norm_of, options, roles, x, residual, weight)
     return y, residual_out
 
 
-def _norm_of(key: tuple[float, float, str], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+def _norm_of(options: Options, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The norm of a device's tokens."""
-    eps, weight_offset, casting = key
 
     def run(x: Any, weight: Any) -> tuple[jax.Array, ...]:
         x_f32 = x.astype(jnp.float32)
-        rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
+        rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + options.eps)
         # 4 bytes a token: a remat policy that keeps it saves the backward one reduction over x.
         x_hat = x_f32 * checkpoint_name(rstd, "rstd")
-        if casting == "llama":
+        if options.casting == "llama":
             # The product of two 16-bit numbers is exact in float32, so rounding it once below gives
             # the bits of a 16-bit multiplication, whatever the dtype of the weight.
             x_hat = _rounded(x_hat, x.dtype).astype(jnp.float32)
-        scale = jax.lax.broadcast_to_rank(weight.astype(jnp.float32) + weight_offset, x.ndim)
+        scale = weight.astype(jnp.float32) + options.weight_offset
+        scale = jax.lax.broadcast_to_rank(scale, x.ndim)
         y = (x_hat * scale).astype(x.dtype)
         return (checkpoint_name(y, "normed"),)
 
     return run
 
 
-def _add_norm_of(
-    key: tuple[float, float, str], place: Place
-) -> Callable[..., tuple[jax.Array, ...]]:
+def _add_norm_of(options: Options, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The sum and the norm of a device's tokens."""
 
     def run(x: Any, residual: Any, weight: Any) -> tuple[jax.Array, ...]:
         total = x.astype(jnp.float32) + residual.astype(jnp.float32)
         # Tagged here and not by the caller, because the backward of the norm reads it.
         residual_out = checkpoint_name(_rounded(total, x.dtype), "residual")
-        return *_norm_of(key, place)(residual_out, weight), residual_out
+        return *_norm_of(options, place)(residual_out, weight), residual_out
 
     return run
 

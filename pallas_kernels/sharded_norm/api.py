@@ -1,7 +1,7 @@
 """The public residual-add RMSNorm of tensor parallelism."""
 
+import functools
 import math
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -15,8 +15,8 @@ from pallas_kernels.implementation import (
     check_implementation,
     choose_implementation,
 )
-from pallas_kernels.norm import Casting, Config
-from pallas_kernels.norm.api import check_norm_options, log_rounding_of_residual
+from pallas_kernels.norm import Casting, Config, add_rms_norm
+from pallas_kernels.norm.api import checked_options, log_rounding_of_residual
 from pallas_kernels.sharded_norm import mosaic_gpu, reference, xla
 
 
@@ -112,7 +112,7 @@ def sharded_add_rms_norm(
     # Above 80 lines, because most of them are documentation.
     partial, residual, weight = floating_arrays(partial=partial, residual=residual, weight=weight)
     log_rounding_of_residual("sharded_add_rms_norm", "partial", partial, residual)
-    check_norm_options(eps, weight_offset, casting)
+    options = checked_options(eps, weight_offset, casting)
     _check_shapes(partial, residual, weight, axis_name)
     check_implementation(implementation)
     check_config(config, Config)
@@ -126,24 +126,18 @@ def sharded_add_rms_norm(
         # nothing to compute, and all gradients are 0.
         residual_out = residual.astype(partial.dtype)
         return partial if gather else residual_out, residual_out
-    options: dict[str, Any] = {
-        "axis_name": axis_name,
-        "eps": eps,
-        "weight_offset": weight_offset,
-        "casting": casting,
-        "gather": gather,
-    }
     chosen, reason = choose_sharded_norm(partial, residual, weight, implementation)
     arrays = partial, residual, weight
     record("sharded_add_rms_norm", arrays, chosen, chosen, reason)
-    if chosen == "reference":
-        return reference.sharded_add_rms_norm(partial, residual, weight, **options)
     if chosen == "mosaic_gpu":
-        return mosaic_gpu.sharded_add_rms_norm(partial, residual, weight, **options)
+        return mosaic_gpu.sharded_add_rms_norm(*arrays, options, axis_name, gather=gather)
+    norm = functools.partial(add_rms_norm, eps=eps, weight_offset=weight_offset, casting=casting)
+    if chosen == "reference":
+        norm = functools.partial(norm, implementation="reference")
+        return reference.sharded_add_rms_norm(*arrays, norm, axis_name, gather=gather)
     of_norm = implementation if implementation == "require" else None
-    return xla.sharded_add_rms_norm(
-        partial, residual, weight, implementation=of_norm, config=config, **options
-    )
+    norm = functools.partial(norm, implementation=of_norm, config=config)
+    return xla.sharded_add_rms_norm(*arrays, norm, axis_name, gather=gather)
 
 
 def choose_sharded_norm(

@@ -51,6 +51,7 @@ from pallas_kernels.gpu.arrays import unsupported_dtype
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, reason_not_here
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.norm.reference import Options
 from pallas_kernels.norm.rows import RowSplit, as_scaled, splits, zeros
 from pallas_kernels.sharded_norm.peers import BACKWARD_REGISTERS, FORWARD_REGISTERS, Shards
 
@@ -59,11 +60,10 @@ _ELEMENTS_PER_LANE = 16  # for which `peers.py` has the counts of registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(Options):
+    """The arguments that are no arrays."""
+
     axis_name: str
-    eps: float
-    weight_offset: float
-    casting: str
     gather: bool
 
 
@@ -110,19 +110,17 @@ def sharded_add_rms_norm(
     partial: Float[Array, "*B T D"],
     residual: Float[Array, "*B shard D"],
     weight: Float[Array, " D"],
-    *,
+    options: Options,
     axis_name: str,
-    eps: float,
-    weight_offset: float,
-    casting: str,
+    *,
     gather: bool,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
     """The kernel of `pallas_kernels.sharded_add_rms_norm`.
 
     `unsupported_reason` must be None for the arguments.
     """
-    options = _Options(axis_name, float(eps), float(weight_offset), casting, gather)
-    return _norm(options, partial, residual, weight)
+    of_norm = dataclasses.asdict(options)
+    return _norm(_Options(**of_norm, axis_name=axis_name, gather=gather), partial, residual, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,32 +1,26 @@
 """All tokens on every device, differentiated by JAX: the formula that tests compare with."""
 
+from collections.abc import Callable
+
 import jax
 from jaxtyping import Array, Float
-
-from pallas_kernels.norm import Casting, add_rms_norm
 
 
 def sharded_add_rms_norm(
     partial: Float[Array, "*B T D"],
     residual: Float[Array, "*B shard D"],
     weight: Float[Array, " D"],
-    *,
+    norm: Callable[[Array, Array, Array], tuple[Array, Array]],
     axis_name: str,
-    eps: float,
-    weight_offset: float,
-    casting: Casting,
+    *,
     gather: bool,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
-    """The reference of `pallas_kernels.sharded_add_rms_norm`."""
+    """The reference of `pallas_kernels.sharded_add_rms_norm`; `norm` is `add_rms_norm`."""
     tokens = partial.ndim - 2
-    y, residual_out = add_rms_norm(
+    y, residual_out = norm(
         jax.lax.psum(partial, axis_name),
         jax.lax.all_gather(residual, axis_name, axis=tokens, tiled=True),
         weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        casting=casting,
-        implementation="reference",
     )
     size = residual.shape[tokens]
     start = jax.lax.axis_index(axis_name) * size

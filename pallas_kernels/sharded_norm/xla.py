@@ -15,41 +15,25 @@ the gradient of every device's `partial`. Neither keeps anything. The norm's own
 `residual_out` and `rstd` of this device's tokens, or what JAX keeps of plain JAX.
 """
 
+from collections.abc import Callable
+
 import jax
 from jaxtyping import Array, Float
-
-from pallas_kernels.implementation import Implementation
-from pallas_kernels.norm import Casting, Config, add_rms_norm
 
 
 def sharded_add_rms_norm(
     partial: Float[Array, "*B T D"],
     residual: Float[Array, "*B shard D"],
     weight: Float[Array, " D"],
-    *,
+    norm: Callable[[Array, Array, Array], tuple[Array, Array]],
     axis_name: str,
-    eps: float,
-    weight_offset: float,
-    casting: Casting,
+    *,
     gather: bool,
-    implementation: Implementation | None,
-    config: Config | None,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
-    """The implementation of `pallas_kernels.sharded_add_rms_norm` by XLA's collectives.
-
-    `implementation` and `config` are for `add_rms_norm`.
-    """
+    """`pallas_kernels.sharded_add_rms_norm` by XLA's collectives; `norm` is `add_rms_norm`."""
     tokens = partial.ndim - 2
-    y, residual_out = add_rms_norm(
-        jax.lax.psum_scatter(partial, axis_name, scatter_dimension=tokens, tiled=True),
-        residual,
-        weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        casting=casting,
-        implementation=implementation,
-        config=config,
-    )
+    total = jax.lax.psum_scatter(partial, axis_name, scatter_dimension=tokens, tiled=True)
+    y, residual_out = norm(total, residual, weight)
     if gather:
         y = jax.lax.all_gather(y, axis_name, axis=tokens, tiled=True)
     return y, residual_out

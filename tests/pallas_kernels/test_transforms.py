@@ -123,13 +123,13 @@ def kernel_formulas(monkeypatch, fresh_operations):
     monkeypatch.setattr(swiglu_kernels, "_backward_of", lambda *_: gradients)
 
 
-def norm_forward(options, x, residual, weight):
+def norm_forward(options, config, x, residual, weight):
     total = x if residual is None else x + residual
     rstd = jax.lax.rsqrt(jnp.mean(total * total, axis=-1) + options.eps)
     return total * rstd[:, None] * weight, None if residual is None else total, rstd
 
 
-def norm_backward(options, dy, dresidual_out, source, weight, rstd):
+def norm_backward(options, config, dy, dresidual_out, source, weight, rstd):
     x_hat, dx_hat = source * rstd[:, None], dy * weight
     dx = rstd[:, None] * (dx_hat - x_hat * jnp.mean(dx_hat * x_hat, axis=-1, keepdims=True))
     return dx if dresidual_out is None else dx + dresidual_out, jnp.sum(dy * x_hat, axis=0)

@@ -14,7 +14,6 @@ from pallas_kernels.gpu.device import Device
 from pallas_kernels.norm import Config, backward_kernel, mosaic_gpu
 from pallas_kernels.norm import config as config_module
 from pallas_kernels.norm.config import (
-    Options,
     backward_candidates,
     default_config,
     forward_candidates,
@@ -199,9 +198,9 @@ def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_s
 )
 def test_blocks_have_a_few_rows_each(monkeypatch, num_tokens, blocks, rows):
     monkeypatch.setattr(backward_kernel, "target_device", lambda: H100)
-    options = Options(1e-6, 0.0, "float32", dataclasses.replace(BASE, bwd_blocks=8))
+    config = dataclasses.replace(BASE, bwd_blocks=8)
     dtype = jnp.dtype(BF16)
-    plan = backward_kernel._plan(options, num_tokens, 1024, dtype, dtype, num_operands=2)
+    plan = backward_kernel._plan(config, num_tokens, 1024, dtype, dtype, num_operands=2)
     assert (plan.num_blocks, plan.rows.max_steps(plan.num_blocks)) == (blocks, rows)
 
 

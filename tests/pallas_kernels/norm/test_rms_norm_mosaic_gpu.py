@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import rms_norm
 from pallas_kernels.norm import Config, backward_kernel, forward_kernel
-from pallas_kernels.norm.config import Options
+from pallas_kernels.norm.reference import Options
 from pallas_kernels.norm.rows import column_parts, split_row
 from support.norm_formulas import (
     add_formula,
@@ -39,8 +39,7 @@ def config(**changes):
     return dataclasses.replace(BASE, **changes)
 
 
-def options(config, *, eps=1e-6, weight_offset=0.0, casting="float32"):
-    return Options(eps, weight_offset, casting, config)
+OPTIONS = Options(eps=1e-6, weight_offset=0.0, casting="float32")
 
 
 # Shapes.
@@ -116,7 +115,7 @@ def test_all_forward_configurations_agree(hidden_size, dtype, residual, every_wa
     (x, r, weight), _ = make_add_args((5, hidden_size), dtype, weight_dtype=F32)
 
     def run(config):
-        forward = functools.partial(forward_kernel.forward, options(config))
+        forward = functools.partial(forward_kernel.forward, OPTIONS, config)
         return quick_jit(forward)(x, r if residual else None, weight)
 
     y, residual_out, rstd = run(BASE)
@@ -182,7 +181,7 @@ def test_all_backward_configurations_agree(
         blocks, rows_per_partial = ((1, 256), (3, 2), (1, 2), (1, 256))[i % 4]
         monkeypatch.setattr(backward_kernel, "_ROWS_PER_PARTIAL", rows_per_partial)
         chosen = config(bwd_warps=warps, bwd_blocks=blocks, bwd_stages=stages, bwd_rows=rows)
-        backward = functools.partial(backward_kernel.backward, options(chosen))
+        backward = functools.partial(backward_kernel.backward, OPTIONS, chosen)
         got = quick_jit(backward)(dy, dresidual, source, weight, rstd)
         assert_as_accurate(got, rounded(exact, got), exact, names=("dx", "dweight"))
 
@@ -192,9 +191,7 @@ def test_the_weight_in_shared_memory(monkeypatch):
     # It is there where registers do not hold it, which takes rows of 10000 elements and more.
     monkeypatch.setattr(backward_kernel, "keeps_weight", lambda split: False)
     chosen = config(bwd_warps=8, bwd_stages=2, bwd_rows=2)
-    plan = backward_kernel._plan(
-        options(chosen), 5, 576, jnp.dtype(BF16), jnp.dtype(F32), num_operands=3
-    )
+    plan = backward_kernel._plan(chosen, 5, 576, jnp.dtype(BF16), jnp.dtype(F32), num_operands=3)
     assert plan.weight_in_smem and not plan.keep_weight
     args, cotangents = make_add_args((5, 576), BF16, weight_dtype=F32)
     check_add(args, cotangents, implementation="mosaic_gpu", config=chosen, weight_offset=1.0)

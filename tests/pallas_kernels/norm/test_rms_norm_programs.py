@@ -99,14 +99,14 @@ def test_the_default_inside_of_shard_map_is_the_kernel(on_h100, mesh):
 # Transformations.
 
 
-def plain_forward(options, x, residual, weight):
+def plain_forward(options, config, x, residual, weight):
     total = (x.astype(F32) + residual.astype(F32)).astype(x.dtype)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(total.astype(F32)), axis=-1) + options.eps)
     y = total.astype(F32) * rstd[:, None] * weight.astype(F32)
     return y.astype(x.dtype), total, rstd
 
 
-def plain_backward(options, dy, dresidual_out, source, weight, rstd):
+def plain_backward(options, config, dy, dresidual_out, source, weight, rstd):
     x_hat, dy = source.astype(F32) * rstd[:, None], dy.astype(F32)
     dx_hat = dy * weight.astype(F32)
     mean = jnp.mean(dx_hat * x_hat, axis=-1, keepdims=True)

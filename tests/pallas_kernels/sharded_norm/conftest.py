@@ -10,7 +10,7 @@ from pallas_kernels.norm import mosaic_gpu
 F32 = jnp.float32
 
 
-def forward_formula(options, x, residual, weight):
+def forward_formula(options, config, x, residual, weight):
     """The formula of the norm's forward kernel."""
     total = (x.astype(F32) + residual.astype(F32)).astype(x.dtype)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(total.astype(F32)), axis=-1) + options.eps)
@@ -20,7 +20,7 @@ def forward_formula(options, x, residual, weight):
     return (x_hat * (weight.astype(F32) + options.weight_offset)).astype(x.dtype), total, rstd
 
 
-def backward_formula(options, dy, dresidual_out, source, weight, rstd):
+def backward_formula(options, config, dy, dresidual_out, source, weight, rstd):
     x_hat, dy = source.astype(F32) * rstd[:, None], dy.astype(F32)
     dx_hat = dy * (weight.astype(F32) + options.weight_offset)
     mean = jnp.mean(dx_hat * x_hat, axis=-1, keepdims=True)
