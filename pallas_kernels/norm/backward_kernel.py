@@ -22,7 +22,7 @@ from pallas_kernels.norm.rows import (
     Rows,
     as_scaled,
     column_parts,
-    place,
+    four,
     ring_bytes,
     ring_shapes,
     split_row,
@@ -185,6 +185,7 @@ def _plan(
         keep_weight=keeps_weight(split),
         # Otherwise each tile loads it from the cache.
         weight_in_smem=stages > 0
+        and split.warps > 1
         and not keeps_weight(split)
         and split.segment * weight_dtype.itemsize % BYTES_PER_ACCESS == 0
         and weight_bytes(split, weight_dtype.itemsize)
@@ -229,10 +230,9 @@ class _Block:
         def _first():
             if plan.weight_in_smem:
                 for k, chunk in enumerate(self.split.chunks):
-                    vector, i_chunk = place(self.split, k)
                     plgpu.copy_gmem_to_smem(
                         self.weight_gmem.at[:, chunk.columns],
-                        self.weight_smem[vector].at[i_chunk],
+                        self.in_smem(self.weight_smem, k),
                         self.weight_arrived,
                     )
             for step in range(plan.stages):
@@ -258,20 +258,19 @@ class _Block:
             tuple(map(zeros, self.own_chunks)),
         )
         if split.warps > 1:
-            warps = pl.ds(WARPS_PER_WARPGROUP * self.warpgroup, WARPS_PER_WARPGROUP)
             for chunk, value in zip(self.own_chunks, dweight, strict=True):
-                store(self.dweight_gmem.at[i, self.block, warps, chunk.columns], value)
+                place = i, self.block, four(self.warpgroup), chunk.columns
+                store(self.dweight_gmem.at[place], value)
             return
         # The four warps have sums of their own rows. Each warp adds up all four, and stores them.
-        places = [place(split, k) for k in range(len(split.chunks))]
-        for (vector, i_chunk), value in zip(places, dweight, strict=True):
-            store(self.sums_smem[vector].at[i_chunk], value)
+        for k, value in enumerate(dweight):
+            store(self.in_smem(self.sums_smem, k), value)
         if self.plan.stages:
             plgpu.commit_smem()
-        for (vector, i_chunk), chunk in zip(places, split.chunks, strict=True):
+        for k, chunk in enumerate(split.chunks):
+            sums = self.in_smem(self.sums_smem, k)
             of_warps = [
-                load(self.sums_smem[vector].at[i_chunk, warp], chunk.layout.reduce(0))
-                for warp in range(WARPS_PER_WARPGROUP)
+                load(sums.at[warp], chunk.layout.reduce(0)) for warp in range(WARPS_PER_WARPGROUP)
             ]
             total = functools.reduce(jnp.add, of_warps)
             store(self.dweight_gmem.at[i, self.block, chunk.columns], total)
@@ -341,7 +340,8 @@ class _Block:
             if (operand, i, k) in kept:
                 return kept[operand, i, k]
             if plan.stages:
-                ref = plan.rows.in_whole(self.in_ring(slot, operand, k), i, self.warpgroup)
+                rows = self.in_smem(self.ring, k, slot, operand)
+                ref = plan.rows.in_whole(rows, i, self.warpgroup)
             else:
                 ref = plan.rows.at(self.inputs[operand], of_tile[i], self.warpgroup, chunk)
             value = load(ref, chunk.layout).astype(jnp.float32)
@@ -351,10 +351,16 @@ class _Block:
 
         return get
 
-    def in_ring(self, slot: Any, operand: int, k: int) -> Any:
-        """Chunk k of an operand in a slot of shared memory, which has one array for each width."""
-        vector, i_chunk = place(self.split, k)
-        return self.ring[vector].at[slot, operand, i_chunk]
+    def in_smem(self, arrays: dict[int, Any], k: int, *index: Any) -> Any:
+        """Chunk k in shared memory, which has an array for each width of access.
+
+        Args:
+          arrays: The arrays, by width.
+          k: Number of the chunk among those of all widths.
+          *index: Index of the axes before that of the chunks.
+        """
+        *before, vector = (chunk.vector for chunk in self.split.chunks[: k + 1])
+        return arrays[vector].at[*index, before.count(vector)]
 
     def fetch(self, step: Any) -> None:
         """Starts the copies of a step's tile into its slot of shared memory."""
@@ -364,7 +370,7 @@ class _Block:
             for k, chunk in enumerate(self.split.chunks):
                 plgpu.copy_gmem_to_smem(
                     self.plan.rows.whole(ref, row, chunk),
-                    self.in_ring(slot, operand, k),
+                    self.in_smem(self.ring, k, slot, operand),
                     self.arrived.at[slot],
                 )
 
@@ -388,8 +394,7 @@ class _Block:
         if self.plan.keep_weight:
             weight = self.weights[k]
         elif self.plan.weight_in_smem:
-            vector, i_chunk = place(self.split, k)
-            ref = self.weight_smem[vector].at[i_chunk]
+            ref = self.in_smem(self.weight_smem, k)
             weight = load(rows.in_whole(ref, None, self.warpgroup), chunk.layout)
         else:
             weight = self.load_weight(chunk)

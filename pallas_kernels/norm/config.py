@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -23,10 +22,9 @@ from pallas_kernels.norm.rows import (
     RowSplit,
     column_parts,
     ring_bytes,
-    ring_shapes,
     split_row,
     splits,
-    sums_shapes,
+    sums_bytes,
     weight_bytes,
     widest_itemsize,
 )
@@ -294,9 +292,9 @@ def smem_for_rows(device: Device, split: RowSplit, num_operands: int, blocks: in
     """Bytes of shared memory that each of `blocks` blocks has for rows and the weight."""
     # Barriers take less than 1024 bytes, and so do the sums of rows. The driver takes 1024 for each
     # block. Each buffer of rows may lose up to 1024, because it begins at a multiple of 1024.
-    other = 1024 * (len(ring_shapes(split, 1, num_operands, 1)) + 3)
+    other = 1024 * (len(split.widths) + 3)
     if split.warps == 1:  # the sums of `dweight` of four warps
-        other += 4 * sum(map(math.prod, sums_shapes(split).values()))
+        other += sums_bytes(split)
     return (device.smem_bytes + 1024) // blocks - other
 
 

@@ -211,11 +211,11 @@ def _forward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, ...]
 
     def run(*args: jax.Array) -> tuple[jax.Array, ...]:
         x, *residual, weight = args
-        rows = _Rows.of(x, key.config)
-        added = rows.join(residual[0]) if residual else None
-        y, residual_out, rstd = forward(key.options, key.config, rows.join(x), added, weight)
-        out = [y] if residual_out is None else [y, residual_out]
-        return *map(rows.split, out), rows.split(rstd)
+        tokens = _TokensAsRows.of(x, key.config)
+        added = tokens.rows(residual[0]) if residual else None
+        y, residual_out, rstd = forward(key.options, key.config, tokens.rows(x), added, weight)
+        out = (y, rstd) if residual_out is None else (y, residual_out, rstd)
+        return tuple(map(tokens.of_rows, out))
 
     return run
 
@@ -225,40 +225,46 @@ def _backward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, jax
 
     def run(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
         *given, source, weight, rstd = args
-        rows = _Rows.of(source, key.config)
-        dy, *rest = (rows.join(a, fill=0) for a in given)
+        tokens = _TokensAsRows.of(source, key.config)
+        # Rows of padding add zeros to `dweight`.
+        dy, *rest = (tokens.rows(a, fill=0) for a in given)
         dresidual_out = rest[0] if rest else None
-        joined = rows.join(rstd[..., None])[:, 0]
+        rstds = tokens.rows(rstd[..., None])[:, 0]
         dx, dweight = backward(
-            key.options, key.config, dy, dresidual_out, rows.join(source), weight, joined
+            key.options, key.config, dy, dresidual_out, tokens.rows(source), weight, rstds
         )
-        return rows.split(dx), dweight
+        return tokens.of_rows(dx), dweight
 
     return run
 
 
-class _Rows(NamedTuple):
-    """How a device's tokens become rows of a kernel."""
+class _TokensAsRows(NamedTuple):
+    """How a device's tokens become rows of a kernel.
+
+    Attributes:
+      leading: Sizes of the axes of tokens.
+      num_missing: Number of rows of padding.
+    """
 
     leading: tuple[int, ...]
     num_missing: int
 
     @classmethod
-    def of(cls, x: jax.Array, config: Config) -> "_Rows":
+    def of(cls, x: jax.Array, config: Config) -> "_TokensAsRows":
         """For an array `[*T, D]`."""
         # With one warp a row a tile has four rows, so fewer than four tokens are padded.
         has_tiles = 1 in (config.fwd_warps, config.bwd_warps)
         num_tokens = math.prod(x.shape[:-1])
         return cls(x.shape[:-1], max(0, WARPS_PER_WARPGROUP - num_tokens) if has_tiles else 0)
 
-    def join(self, a: jax.Array, fill: int = 1) -> jax.Array:
-        """`[*T, n]` as `[rows, n]`. A row of zeros has no norm if eps is 0, so ones fill up."""
+    def rows(self, a: jax.Array, fill: int = 1) -> jax.Array:
+        """`[*T, n]` as `[rows, n]`. Padding is 1, because a row of 0 has no norm if eps is 0."""
         rows = a.reshape(math.prod(self.leading), a.shape[-1])
         if not self.num_missing:
             return rows
         return jnp.pad(rows, ((0, self.num_missing), (0, 0)), constant_values=fill)
 
-    def split(self, rows: jax.Array) -> jax.Array:
+    def of_rows(self, rows: jax.Array) -> jax.Array:
         """`[rows, ...]` as `[*T, ...]`, without the padding."""
         return rows[: math.prod(self.leading)].reshape(*self.leading, *rows.shape[1:])
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -198,8 +197,8 @@ def ring_bytes(
     split: RowSplit, stages: int, num_operands: int, rows_per_step: int, itemsize: int
 ) -> int:
     """Bytes of the arrays of `ring_shapes`."""
-    shapes = ring_shapes(split, stages, num_operands, rows_per_step).values()
-    return itemsize * sum(map(math.prod, shapes))
+    elements_of_a_row = split.lanes * split.elements_per_lane  # of four rows with one warp a row
+    return itemsize * stages * num_operands * rows_per_step * elements_of_a_row
 
 
 def sums_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
@@ -211,6 +210,11 @@ def sums_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
     return {v: (n, WARPS_PER_WARPGROUP, LANES * v) for v, n in split.widths.items()}
 
 
+def sums_bytes(split: RowSplit) -> int:
+    """Bytes of the arrays of `sums_shapes`."""
+    return 4 * split.lanes * split.elements_per_lane
+
+
 def weight_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
     """Shapes of the weight in shared memory, as in `ring_shapes`, with several warps a row."""
     return {v: (n, split.warps, LANES * v) for v, n in split.widths.items()}
@@ -219,12 +223,6 @@ def weight_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
 def weight_bytes(split: RowSplit, itemsize: int) -> int:
     """Bytes of the arrays of `weight_shapes`."""
     return itemsize * split.warps * LANES * split.elements_per_lane
-
-
-def place(split: RowSplit, k: int) -> tuple[int, int]:
-    """The width of access of chunk k, and its number among the chunks of this width."""
-    *before, vector = (chunk.vector for chunk in split.chunks[: k + 1])
-    return vector, before.count(vector)
 
 
 def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
@@ -290,23 +288,20 @@ class Rows:
         """
         if self._row_is_one_warp:
             assert i is not None
-            return ref.at[pl.ds(WARPS_PER_WARPGROUP * i, WARPS_PER_WARPGROUP)]
-        warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
-        return ref.at[warps] if i is None else ref.at[i, warps]
+            return ref.at[four(i)]
+        return ref.at[four(warpgroup)] if i is None else ref.at[i, four(warpgroup)]
 
     def at(self, ref: Any, row: Any, warpgroup: Any, chunk: Chunk) -> Any:
         """The `[4, chunk]` part of a row, or of four rows with one warp a row."""
         if self._row_is_one_warp:
             return ref.at[pl.ds(row, WARPS_PER_WARPGROUP), chunk.columns]
-        warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
-        return ref.at[row, warps, chunk.columns]
+        return ref.at[row, four(warpgroup), chunk.columns]
 
     def load_weight(self, ref: Any, warpgroup: Any, chunk: Chunk) -> jax.Array:
         """The weight for a chunk, in its own dtype; for `scale`."""
         if self._row_is_one_warp:
             return load(ref.at[chunk.columns], chunk.layout.reduce(0))
-        warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
-        return load(ref.at[warps, chunk.columns], chunk.layout)
+        return load(ref.at[four(warpgroup), chunk.columns], chunk.layout)
 
     def scale(self, weight: jax.Array, offset: float) -> jax.Array:
         """`weight + offset` in float32, `[4, chunk]`."""
@@ -436,6 +431,11 @@ class Rows:
             layout = self.split.chunks[0].layout.reduce(1)
             rows += plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout)
         return jnp.where(rows >= self._height * jnp.minimum(tile, self.num_full_tiles), value, 0.0)
+
+
+def four(i: Any) -> Any:
+    """The i-th four of an axis: the four warps of a warpgroup, or their four rows."""
+    return pl.ds(WARPS_PER_WARPGROUP * i, WARPS_PER_WARPGROUP)
 
 
 def as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:

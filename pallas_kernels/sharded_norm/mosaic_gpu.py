@@ -43,7 +43,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.derivatives import not_differentiable
@@ -52,7 +51,7 @@ from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, reason_not_here
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.reference import Options
-from pallas_kernels.norm.rows import RowSplit, as_scaled, splits, zeros
+from pallas_kernels.norm.rows import RowSplit, as_scaled, four, splits, zeros
 from pallas_kernels.sharded_norm.peers import BACKWARD_REGISTERS, FORWARD_REGISTERS, Shards
 
 _MAX_DEVICES = 8  # of one host
@@ -340,8 +339,7 @@ def _backward_kernel(
 
     dweight = shards.for_rows(differentiate, tuple(map(zeros, split.chunks)))
     for chunk, value in zip(split.chunks, dweight, strict=True):
-        warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
-        store(dweight_gmem.at[block, warps, chunk.columns], value)
+        store(dweight_gmem.at[block, four(warpgroup), chunk.columns], value)
     shards.wait_for_others(flags, 0)
     shards.fetch_from_others(dpartial_gmem)
     shards.wait_for_others(flags, 1)
