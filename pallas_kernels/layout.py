@@ -18,6 +18,7 @@ their gradients after.
 """
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -119,14 +120,17 @@ class Place:
     """The mesh axes that split the arrays of a local function; empty where nothing is split.
 
     Attributes:
-      tokens: Mesh axes that split the tokens.
       parts: Mesh axes that split each of `Roles.parts`, in that order.
       leading: Mesh axes that split each leading axis of the tokens; empty if none is split.
     """
 
-    tokens: Split = ()
     parts: Splits = ()
     leading: Splits = ()
+
+    @property
+    def tokens(self) -> Split:
+        """The mesh axes that split the tokens."""
+        return tuple(itertools.chain(*self.leading))
 
 
 # `local(key, place)` makes the local function. `local` is defined at the top level of a module, so
@@ -173,9 +177,8 @@ class Layout:
             layout.args == (of_x, of_weight)
             layout.gathered == (((), (), ()), (("data",), ()))
             layout.results == ((("data",), (), ("tensor",)), of_weight)
-            layout.place == Place(
-                tokens=("data",), parts=(("tensor",),), leading=(("data",), ())
-            )
+            layout.place == Place(parts=(("tensor",),), leading=(("data",), ()))
+            layout.place.tokens == ("data",)
 
         Args:
           roles: Roles of the arguments and of the results.
@@ -183,7 +186,7 @@ class Layout:
           splits: Splits that the arguments have.
         """
         leading = _leading(roles, splits)
-        tokens = tuple(name for split in leading for name in split)
+        tokens = tuple(itertools.chain(*leading))
         parts = tuple(_part(name, roles, splits, tokens) for name in roles.parts)
         kept = dict(zip(roles.parts, parts, strict=True))
 
@@ -216,7 +219,7 @@ class Layout:
                 case _:
                     results.append(of_tokens(role))
         all_parts = tuple(map(operator.add, whole.parts, parts))
-        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts, leading))
+        return cls(tuple(args), tuple(gathered), tuple(results), Place(all_parts, leading))
 
     def warn_of_repeated_work(self) -> None:
         """Logs the mesh axes that split a gathered matrix and no tokens, if others split tokens.

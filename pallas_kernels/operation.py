@@ -249,12 +249,12 @@ def _transpose(cotangents, *args, operation: Operation, wanted: Mask, levels: Le
     arrays += args[num_tangents:]
     asked = _Asked(wanted, tuple(a.aval.dtype for a in args[:num_tangents]), given)
     gradients = _bind_backward(operation, asked, levels, summed, *arrays)
-    gradients = [_like(g, a.aval) for g, a in zip(gradients, args[:num_tangents], strict=True)]
+    gradients = [_split_as(a.aval, g) for g, a in zip(gradients, args[:num_tangents], strict=True)]
     return [*gradients, *[None] * (len(args) - num_tangents)]
 
 
-def _like(gradient: jax.Array, aval: Any) -> jax.Array:
-    """The gradient, split over a mesh as its argument is.
+def _split_as(aval: Any, gradient: jax.Array) -> jax.Array:
+    """The gradient of an argument of this type, split over a mesh as the argument is.
 
     Inside of `jax.shard_map`, the gradient of an array that is the same on several devices is the
     sum of their gradients. With `check_vma=False` no type says which arrays are the same, and the

@@ -44,7 +44,7 @@ from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, config_of, smem_for_rows
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.reference import Options
-from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
+from pallas_kernels.norm.rows import RowSplit, column_parts, ring_bytes, splits, widest_itemsize
 from pallas_kernels.operation import call, follows
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
@@ -65,9 +65,7 @@ def unsupported_reason(
             f"{hidden_size=} is below {_MIN_HIDDEN_SIZE}, two elements for each lane of a warp; "
             "such rows are for XLA"
         )
-    if not splits(hidden_size, widest_itemsize(x, residual)) or not any(
-        column_parts(split) for split in splits(hidden_size, x.dtype.itemsize)
-    ):
+    if not _forward_splits(x, residual) or not _backward_splits(x):
         return (
             f"no number of warps divides {hidden_size=} into parts that fit registers; take a "
             "multiple of 64"
@@ -269,20 +267,27 @@ class _TokensAsRows(NamedTuple):
         return rows[: math.prod(self.leading)].reshape(*self.leading, *rows.shape[1:])
 
 
+def _forward_splits(x: jax.Array, residual: jax.Array | None) -> list[RowSplit]:
+    """The ways to deal a row in the forward."""
+    return splits(x.shape[-1], widest_itemsize(x, residual))
+
+
+def _backward_splits(x: jax.Array) -> list[RowSplit]:
+    """The ways to deal a row in the backward: those with sums of `dweight` that fit registers."""
+    return [split for split in splits(x.shape[-1], x.dtype.itemsize) if column_parts(split)]
+
+
 def check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> None:
     """Raises ValueError if the launch parameters do not fit the rows or the device."""
     hidden_size = x.shape[-1]
-    fwd = split_row(hidden_size, config.fwd_warps, widest_itemsize(x, residual))
-    bwd = split_row(hidden_size, config.bwd_warps, x.dtype.itemsize)
-    if fwd is None or bwd is None or not column_parts(bwd):
-        forward_warps = [split.warps for split in splits(hidden_size, widest_itemsize(x, residual))]
-        backward_warps = [
-            split.warps for split in splits(hidden_size, x.dtype.itemsize) if column_parts(split)
-        ]
+    fwd = [split.warps for split in _forward_splits(x, residual)]
+    bwd_of = {split.warps: split for split in _backward_splits(x)}
+    if config.fwd_warps not in fwd or config.bwd_warps not in bwd_of:
         raise ValueError(
-            f"{config}: {hidden_size=} can be dealt to {forward_warps} warps in the forward and to "
-            f"{backward_warps} in the backward; take one of these numbers"
+            f"{config}: {hidden_size=} can be dealt to {fwd} warps in the forward and to "
+            f"{list(bwd_of)} in the backward; take one of these numbers"
         )
+    bwd = bwd_of[config.bwd_warps]
     if not config.bwd_stages or column_parts(bwd) != 1:
         return
     device = target_device()

@@ -48,7 +48,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.gpu.arrays import unsupported_dtype
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, reason_not_here
-from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.reference import Options
 from pallas_kernels.norm.rows import RowSplit, as_scaled, four, splits, zeros
@@ -165,23 +164,20 @@ def _forward(
     shards = Shards(options.axis_name, batch, num_tokens, split, FORWARD_REGISTERS)
     own, whole = shards.own, shards.whole
     y_rows = whole if options.gather else own
-    run = gpu_kernel(
+    y, residual_out, rstd = shards.launch(
         functools.partial(_forward_kernel, options, shards),
-        out_type=(
+        (
+            partial.reshape(whole.shape),
+            residual.reshape(own.shape),
+            weight.reshape(own.weight_shape),
+        ),
+        (
             jax.ShapeDtypeStruct(y_rows.shape, dtype),
             jax.ShapeDtypeStruct(own.shape, dtype),
             jax.ShapeDtypeStruct((shards.num_rows,), jnp.float32),
         ),
-        kernel_name="sharded_add_rms_norm_fwd",
-        **shards.launch,
+        "sharded_add_rms_norm_fwd",
     )
-    operands = (
-        partial.reshape(whole.shape),
-        residual.reshape(own.shape),
-        weight.reshape(own.weight_shape),
-    )
-    barrier = jax.lax.optimization_barrier
-    y, residual_out, rstd = barrier(run(*barrier(operands)))
     y_shape = partial.shape if options.gather else residual.shape
     return y.reshape(y_shape), residual_out.reshape(residual.shape), rstd
 
@@ -257,25 +253,22 @@ def _backward(
     num_tokens = shard * jax.lax.axis_size(options.axis_name)
     shards = Shards(options.axis_name, batch, num_tokens, split, BACKWARD_REGISTERS)
     own, whole = shards.own, shards.whole
-    run = gpu_kernel(
+    dpartial, dresidual, dweight = shards.launch(
         functools.partial(_backward_kernel, options, shards),
-        out_type=(
+        (
+            dy.reshape((whole if options.gather else own).shape),
+            dresidual_out.reshape(own.shape),
+            source.reshape(own.shape),
+            rstd,
+            weight.reshape(own.weight_shape),
+        ),
+        (
             jax.ShapeDtypeStruct(whole.shape, dtype),
             jax.ShapeDtypeStruct(own.shape, dtype),
             jax.ShapeDtypeStruct((shards.num_blocks, *own.weight_shape), jnp.float32),
         ),
-        kernel_name="sharded_add_rms_norm_bwd",
-        **shards.launch,
+        "sharded_add_rms_norm_bwd",
     )
-    operands = (
-        dy.reshape((whole if options.gather else own).shape),
-        dresidual_out.reshape(own.shape),
-        source.reshape(own.shape),
-        rstd,
-        weight.reshape(own.weight_shape),
-    )
-    barrier = jax.lax.optimization_barrier
-    dpartial, dresidual, dweight = barrier(run(*barrier(operands)))
     return (
         dpartial.reshape(*batch, num_tokens, hidden_size),
         dresidual.reshape(source.shape),

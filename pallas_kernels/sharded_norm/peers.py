@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.device import blocks_per_sm, target_device
+from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.rows import Rows, RowSplit
 
@@ -60,16 +61,26 @@ class Shards:
         self.whole = Rows(split, num_sequences * num_tokens)
         self.own = Rows(split, self.num_rows)
 
-    @property
-    def launch(self) -> dict[str, Any]:
-        """Keyword arguments of `gpu_kernel`."""
-        return {
-            "grid": (self.num_blocks,),
-            "grid_names": ("block",),
-            "num_threads": self.split.warpgroups,
-            "thread_name": "warpgroup",
-            "scratch_types": self.own.exchange,
-        }
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        operands: tuple[jax.Array, ...],
+        out_type: tuple[jax.ShapeDtypeStruct, ...],
+        kernel_name: str,
+    ) -> Sequence[jax.Array]:
+        """The results of a kernel, which XLA does not fuse with slices of its arrays."""
+        run = gpu_kernel(
+            kernel,
+            out_type=out_type,
+            grid=(self.num_blocks,),
+            grid_names=("block",),
+            num_threads=self.split.warpgroups,
+            thread_name="warpgroup",
+            scratch_types=self.own.exchange,
+            kernel_name=kernel_name,
+        )
+        barrier = jax.lax.optimization_barrier
+        return barrier(run(*barrier(operands)))
 
     def flags(self) -> Any:
         """Two counters of arrived peers for each warpgroup, which are zero between kernels."""

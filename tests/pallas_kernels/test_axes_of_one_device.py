@@ -182,5 +182,5 @@ def test_an_axis_of_one_device_decides_nothing():
     with jax.set_mesh(mesh):
         run = jax.jit(lambda *args: partition.partitioned(local, None, roles, *args)[0])
         y = run.trace(x, weight).jaxpr.out_avals[0]
-    assert places == [Place(tokens=("fsdp",), parts=((),), leading=(("fsdp",), ()))]
+    assert places == [Place(parts=((),), leading=(("fsdp",), ()))]
     assert y.sharding == jax.typeof(x).sharding

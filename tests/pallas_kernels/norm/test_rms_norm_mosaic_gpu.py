@@ -198,6 +198,15 @@ def test_the_weight_in_shared_memory(monkeypatch):
 
 
 @interpreted
+def test_one_warp_a_row_loads_a_weight_that_registers_do_not_hold(monkeypatch):
+    # Registers of one warp do not hold it from rows of 1728 elements on.
+    monkeypatch.setattr(backward_kernel, "keeps_weight", lambda split: False)
+    chosen = config(bwd_warps=1, bwd_stages=2)
+    args, cotangents = make_add_args((8, 576), BF16, weight_dtype=F32)
+    check_add(args, cotangents, implementation="mosaic_gpu", config=chosen, weight_offset=1.0)
+
+
+@interpreted
 @pytest.mark.parametrize(
     "tokens_per_block", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 5))]
 )
