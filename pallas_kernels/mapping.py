@@ -40,13 +40,13 @@ def by_vmap(fn: Callable[..., Any], levels: Levels, summed: Levels = ()) -> Call
     return fn
 
 
-def whole_where_equal(
+def by_vmap_unless_shared(
     fn: Callable[..., Any], levels: Levels, args: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], Levels]:
     """The results for all members, and the levels of the results.
 
-    A result has no members where it depends on no argument that has them. So a weight that all
-    members share is not repeated for each.
+    A result that depends on no argument with members has none either. So a weight that all members
+    share is not repeated for each.
     """
     if not levels:
         return list(fn(*args)), ()

@@ -16,9 +16,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.choices import called
 from pallas_kernels.gpu.device import reason_not_here
+from pallas_kernels.gpu.kernel import in_groups
 from pallas_kernels.layout import Split, to_spec
 from pallas_kernels.logs import log_once
-from pallas_kernels.mapping import Levels, Mask, loop, num_levels, whole_where_equal
+from pallas_kernels.mapping import Levels, Mask, by_vmap_unless_shared, loop, num_levels
 from pallas_kernels.partition import (
     axes_of_kind,
     explicit_splits,
@@ -79,15 +80,15 @@ def saved_of_members(
       results: Results of its forward, each with all members.
       residuals: Residuals of its forward, each with all members.
     """
-    cuts = len(args), len(args) + len(results)
+    sizes = len(args), len(results), len(residuals)
 
     def of_one(*arrays: jax.Array) -> list[jax.Array]:
-        found = saved(arrays[: cuts[0]], arrays[cuts[0] : cuts[1]], arrays[cuts[1] :])
-        return [*found[0], *found[1]]
+        of_results, read = saved(*in_groups(arrays, *sizes))
+        return [*of_results, *read]
 
     others = (True,) * (len(results) + len(residuals))
     of_arrays = tuple((*level, *others) for level in levels)
-    found, of_found = whole_where_equal(of_one, of_arrays, (*args, *results, *residuals))
+    found, of_found = by_vmap_unless_shared(of_one, of_arrays, (*args, *results, *residuals))
     num = len(results)
     return found[:num], found[num:], tuple(level[num:] for level in of_found)
 
@@ -118,7 +119,7 @@ def fold_members(
         jnp.moveaxis(a, 0, num) if is_here else a
         for a, is_here, num in zip(args, is_batched, num_levels(levels, len(args)), strict=True)
     ]
-    arrays, of_arrays = whole_where_equal(of_one, levels, behind)
+    arrays, of_arrays = by_vmap_unless_shared(of_one, levels, behind)
     return (operations[0], arrays, of_arrays) if operations else None
 
 

@@ -102,10 +102,9 @@ def split_over_explicit_axes(
 
     XLA partitions it over Auto axes, as it does any program. On Explicit axes JAX would refuse, for
     instance, the product of tokens and a weight that the same axis splits. So there each device
-    gathers the weights and computes its own tokens.
+    gathers the weights and computes its own tokens. The roles have no parts.
     """
-    mesh = mesh_of(args)
-    whole = Place(parts=((),) * len(roles.parts))
+    mesh, whole = mesh_of(args), Place()
     explicit = _explicit_axes(mesh)
     has_auto = bool(axes_of_kind(mesh, AxisType.Auto))
     is_split = any(name is not None for a in args for name in jax.typeof(a).sharding.spec)

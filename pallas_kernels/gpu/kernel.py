@@ -72,9 +72,9 @@ def gpu_kernel(
     return checked
 
 
-def in_groups(refs: Iterable[Any], *sizes: int) -> list[list[Any]]:
-    """The references that a kernel gets, in groups of these sizes."""
-    rest = iter(refs)
+def in_groups(items: Iterable[Any], *sizes: int) -> list[list[Any]]:
+    """The items, such as the references that a kernel gets, in groups of these sizes."""
+    rest = iter(items)
     return [list(itertools.islice(rest, size)) for size in sizes]
 
 
