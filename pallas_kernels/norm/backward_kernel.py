@@ -268,9 +268,9 @@ class _Block:
         if self.plan.stages:
             plgpu.commit_smem()
         for k, chunk in enumerate(split.chunks):
-            sums = self.in_smem(self.sums_smem, k)
             of_warps = [
-                load(sums.at[warp], chunk.layout.reduce(0)) for warp in range(WARPS_PER_WARPGROUP)
+                load(self.in_smem(self.sums_smem, k, after=(warp,)), chunk.layout.reduce(0))
+                for warp in range(WARPS_PER_WARPGROUP)
             ]
             total = functools.reduce(jnp.add, of_warps)
             store(self.dweight_gmem.at[i, self.block, chunk.columns], total)
@@ -340,7 +340,7 @@ class _Block:
             if (operand, i, k) in kept:
                 return kept[operand, i, k]
             if plan.stages:
-                rows = self.in_smem(self.ring, k, slot, operand)
+                rows = self.in_smem(self.ring, k, before=(slot, operand))
                 ref = plan.rows.in_whole(rows, i, self.warpgroup)
             else:
                 ref = plan.rows.at(self.inputs[operand], of_tile[i], self.warpgroup, chunk)
@@ -351,16 +351,23 @@ class _Block:
 
         return get
 
-    def in_smem(self, arrays: dict[int, Any], k: int, *index: Any) -> Any:
+    def in_smem(
+        self,
+        arrays: dict[int, Any],
+        k: int,
+        before: tuple[Any, ...] = (),
+        after: tuple[Any, ...] = (),
+    ) -> Any:
         """Chunk k in shared memory, which has an array for each width of access.
 
         Args:
           arrays: The arrays, by width.
           k: Number of the chunk among those of all widths.
-          *index: Index of the axes before that of the chunks.
+          before: Index of the axes before that of the chunks.
+          after: Index of the axes after it.
         """
-        *before, vector = (chunk.vector for chunk in self.split.chunks[: k + 1])
-        return arrays[vector].at[*index, before.count(vector)]
+        *others, vector = (chunk.vector for chunk in self.split.chunks[: k + 1])
+        return arrays[vector].at[*before, others.count(vector), *after]
 
     def fetch(self, step: Any) -> None:
         """Starts the copies of a step's tile into its slot of shared memory."""
@@ -370,7 +377,7 @@ class _Block:
             for k, chunk in enumerate(self.split.chunks):
                 plgpu.copy_gmem_to_smem(
                     self.plan.rows.whole(ref, row, chunk),
-                    self.in_smem(self.ring, k, slot, operand),
+                    self.in_smem(self.ring, k, before=(slot, operand)),
                     self.arrived.at[slot],
                 )
 
