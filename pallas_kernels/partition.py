@@ -86,7 +86,7 @@ def xla_partitions(args: Sequence[jax.Array]) -> bool:
     mesh = mesh_of(args)
     is_auto = bool(axes_of_kind(mesh, AxisType.Auto))
     is_manual = bool(axes_of_kind(mesh, AxisType.Manual))
-    return mesh.empty or (is_auto and not is_manual and AxisType.Explicit not in mesh.axis_types)
+    return mesh.empty or (is_auto and not is_manual and not _explicit_axes(mesh))
 
 
 def splits_itself(jaxpr: Any) -> bool:
