@@ -226,6 +226,7 @@ def linear_distillation_loss(
         vocab_axis=vocab_axis,
         weight_layout=weight_layout,
         teacher_weight_layout=teacher_weight_layout,
+        has_teacher_bias=teacher_bias is not None,
         logits_dtype=logits_dtype,
         counted_fraction=counted_fraction,
     )
@@ -234,7 +235,7 @@ def linear_distillation_loss(
     of_teacher = (teacher_x, teacher_weight)
     return _loss(
         "linear_distillation_loss",
-        dataclasses.replace(settings, has_teacher_bias=teacher_bias is not None),
+        settings,
         (x, weight, bias),
         of_teacher if teacher_bias is None else (*of_teacher, teacher_bias),
         token_weights,

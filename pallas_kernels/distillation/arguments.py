@@ -32,10 +32,11 @@ def checked_settings(
     logits_dtype: Any,
     counted_fraction: Any,
     teacher_logit_softcap: Any = None,
-    teacher_weight_layout: WeightLayout | None = None,
+    teacher_weight_layout: WeightLayout = "vd",
+    has_teacher_bias: bool = False,
     tail: Tail | None = None,
 ) -> Settings:
-    """The settings of a call. The arguments are those of the public functions.
+    """The settings of a call. Most arguments are those of the public functions.
 
     Raises:
       ValueError: An option is out of its range, or a name is unknown.
@@ -55,6 +56,7 @@ def checked_settings(
         max_logits_bytes=sizes["max_logits_bytes"],
         vocab_axes=() if vocab_axis is None else (vocab_axis,),
         counted_fraction=checked_fraction(counted_fraction),
+        has_teacher_bias=has_teacher_bias,
     )
 
 

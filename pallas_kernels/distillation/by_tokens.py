@@ -18,7 +18,6 @@ multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the oper
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +53,9 @@ def losses_and_gradients(
     weight: Embedding,
     bias: Float[Array, " V"] | None,
     coefficients: Float[Array, " T"],
-    *teacher: Array,
+    of_tokens: Sequence[Array],
+    of_vocabulary: Sequence[Array],
+    *,
     wanted: Mask,
 ) -> tuple[Float[Array, " T"], list[Array]]:
     """The losses, and the wanted gradients of `sum(coefficients · loss)` in `x`, `weight`, `bias`.
@@ -68,33 +69,27 @@ def losses_and_gradients(
       weight: Output embedding of the student, in the dtype of `x`.
       bias: Bias of the student's logits, if there is one.
       coefficients: Factors of the losses.
-      *teacher: Hidden states and output embedding of the teacher, both in one dtype, and its bias
-        if there is one; or its log-probabilities and their columns.
+      of_tokens: Hidden states of the teacher; or its log-probabilities and their columns.
+      of_vocabulary: Output embedding of the teacher, in the dtype of its hidden states, and its
+        bias if there is one. Empty for log-probabilities.
       wanted: Whether the gradient of each of the three is wanted.
     """
     vocab_size, _ = sizes(weight, settings.weight_layout)
-    settings = dataclasses.replace(settings, kernels=_has_kernels(settings, x, teacher, vocab_size))
-    size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
+    has_kernels = _has_kernels(settings, x, of_tokens[0], vocab_size)
+    settings = dataclasses.replace(settings, kernels=has_kernels)
+    size, part = settings.chunk(x, of_tokens, vocab_size, has_dweight=wanted[1])
     if (scale := scale_for(x.dtype, coefficients)) is not None:
         coefficients = coefficients / scale
     layout, rows = settings.weight_layout, RowReductions(axes)
-    if settings.tail is None:
-        of_tokens = teacher[:1]
-        of_logits = functools.partial(
-            _by_kernels if settings.kernels else _of_teacher_logits,
-            settings,
-            rows,
-            teacher_weight=teacher[1],
-            teacher_bias=teacher[2] if settings.has_teacher_bias else None,
-        )
+    if settings.tail is not None:
+        of_logits = _of_top_k
     else:
-        of_tokens = teacher
-        of_logits = functools.partial(_of_top_k, settings, rows)
+        of_logits = _by_kernels if has_kernels else _of_teacher_logits
     dx_dtype = x.dtype if scale is None else jnp.float32
 
     def one_chunk(chunk: Any, _: Any) -> tuple[Any, Any]:
         num_tokens = len(chunk[0])
-        if settings.kernels:
+        if has_kernels:
             # Rows of zeros up to equal parts of whole blocks, which do not count.
             num_parts = max(1, math.ceil(num_tokens / part))
             missing = -num_tokens % (num_parts * passes.ROWS)
@@ -107,7 +102,7 @@ def losses_and_gradients(
         logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
         factors = coefficients / settings.temperature if any(wanted) else None
         student = Logits(logits, bias, settings.logit_softcap, settings.temperature)
-        losses, dz = of_logits(student, factors, x.dtype, *teacher)
+        losses, dz = of_logits(settings, rows, student, factors, x.dtype, *teacher, *of_vocabulary)
         dx = dweight = dbias = None
         if wanted[0]:
             dx = product(f"tv,{layout}->td", dz, weight, dx_dtype)
@@ -125,7 +120,7 @@ def losses_and_gradients(
     return losses, gradients
 
 
-def _has_kernels(settings: Settings, x: Array, teacher: Sequence[Array], vocab_size: int) -> bool:
+def _has_kernels(settings: Settings, x: Array, teacher_x: Array, vocab_size: int) -> bool:
     """Whether our kernels pass over the logits of a device's part of the arrays.
 
     Raises:
@@ -133,7 +128,7 @@ def _has_kernels(settings: Settings, x: Array, teacher: Sequence[Array], vocab_s
     """
     if not (settings.kernels and len(x)):  # no kernel has a grid of no blocks
         return False
-    dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
+    dtypes = (settings.dtype_of_logits(a) for a in (x, teacher_x))
     reason = passes.unsupported_reason(vocab_size, *dtypes)
     if reason is not None:
         fall_back_on_a_part(
@@ -152,11 +147,13 @@ def _of_teacher_logits(
     factors: Float[Array, " T"] | None,
     dtype: Any,
     teacher_x: Float[Array, "T Dt"],
-    teacher_weight: TeacherEmbedding,
-    teacher_bias: Float[Array, " V"] | None,
+    *teacher_layer: Array,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
-    """`(losses, dlogits)`; dlogits, in `dtype`, include `factors`, and are None without them."""
-    teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
+    """`(losses, dlogits)`; dlogits, in `dtype`, include `factors`, and are None without them.
+
+    `teacher_layer` is the teacher's output embedding, and its bias if there is one.
+    """
+    teacher = _teacher_logits(settings, teacher_x, *teacher_layer)
     student, teacher = student.stored(), teacher.stored()
     found = statistics(settings.divergence, student.scaled(), teacher.scaled(), rows)
     if factors is None:
@@ -179,15 +176,14 @@ def _by_kernels(
     factors: Float[Array, " T"] | None,
     dtype: Any,
     teacher_x: Float[Array, "parts tokens Dt"],
-    teacher_weight: TeacherEmbedding,
-    teacher_bias: Float[Array, " V"] | None,
+    *teacher_layer: Array,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """The same as `_of_teacher_logits`, with the teacher's logits of one part at a time."""
     num_parts, size, _ = teacher_x.shape
 
     def one_part(values: Array, part: Any) -> tuple[Array, Float[Array, " tokens"]]:
         first_row, teacher_x, factors = part
-        teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
+        teacher = _teacher_logits(settings, teacher_x, *teacher_layer)
         both = student._replace(values=values), teacher, first_row
         found = passes.statistics(settings.divergence, *both, rows)
         if factors is None:
@@ -203,7 +199,7 @@ def _by_kernels(
     if num_parts == 1:
         dz, losses = one_part(student.values, jax.tree.map(lambda a: a[0], parts))
     else:
-        varying = varying_axes((student.bias, factors, teacher_x, teacher_weight, teacher_bias))
+        varying = varying_axes((student.bias, factors, teacher_x, teacher_layer))
         dz, losses = jax.lax.scan(one_part, vary(student.values, varying), parts)
     return losses.reshape(-1), None if factors is None else dz
 
@@ -212,9 +208,8 @@ def _teacher_logits(
     settings: Settings,
     teacher_x: Float[Array, "T Dt"],
     teacher_weight: TeacherEmbedding,
-    teacher_bias: Float[Array, " V"] | None,
+    teacher_bias: Float[Array, " V"] | None = None,
 ) -> Logits:
-    """The teacher's logits."""
     values = product(
         f"td,{settings.teacher_weight_layout}->tv",
         teacher_x,

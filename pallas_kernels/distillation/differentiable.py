@@ -10,7 +10,7 @@ split no tokens. Then the devices add up a few numbers for each token, and `dx`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,16 +62,17 @@ def sum_of_losses(
     return call(operation, x, first, coefficients, *biases, *teacher, *last)[0]
 
 
-def roles_of(settings: Settings, x: Any, teacher: Sequence[Any]) -> list[Tokens | Weight]:
-    """The roles of `(x, weight, coefficients, *bias, *teacher)`, and of a frozen weight."""
-    weight, last = low_rank.roles(settings.is_low_rank, settings.weight_layout, x.dtype)
+def roles_of(settings: Settings, args: Arrays) -> list[Tokens | Weight]:
+    """The roles of `(x, weight, coefficients, *bias, *teacher, *frozen weight)`."""
+    weight, last = low_rank.roles(settings.is_low_rank, settings.weight_layout, args[0].dtype)
     bias = Weight(("v",))
     roles = [Tokens(("d",)), weight, Tokens(), *[bias] * settings.has_bias]
-    if settings.teacher_weight_layout is None:
+    if settings.tail is not None:
         return [*roles, Tokens(("k",)), Tokens(("k",)), *last]
     # The teacher has a hidden size of its own.
     axes = tuple(settings.teacher_weight_layout.replace("d", "e"))
-    roles += [Tokens(("e",)), Weight(axes, teacher[0].dtype, by_rows=True)]
+    teacher_x = args[len(roles)]
+    roles += [Tokens(("e",)), Weight(axes, teacher_x.dtype, by_rows=True)]
     return [*roles, *[bias] * settings.has_teacher_bias, *last]
 
 
@@ -110,9 +111,8 @@ class _Distillation:
 
         A token that does not count has the loss 0 unless `every_loss`.
         """
-        x, teacher = args[0], args[_BIAS + self.settings.has_bias :]
         results = Tokens(), *roles_of_gradients(wanted, _BIAS)
-        roles = Roles(tuple(roles_of(self.settings, x, teacher)), results, parts=("v",))
+        roles = Roles(tuple(roles_of(self.settings, args)), results, parts=("v",))
         return partitioned(
             _of_device,
             (self, wanted, every_loss),
@@ -172,8 +172,8 @@ class _Distillation:
     def fold(
         self, wanted: Mask | None, args: Arrays, is_batched: Mask
     ) -> tuple[Operation, Arrays] | None:
-        roles = enumerate(roles_of(self.settings, args[0], args[_BIAS + self.settings.has_bias :]))
-        weights = [i for i, role in roles if isinstance(role, Weight)]
+        roles = roles_of(self.settings, args)
+        weights = [i for i, role in enumerate(roles) if isinstance(role, Weight)]
         if any(is_batched[i] for i in weights):
             return None
         if wanted is not None and self._is_early:
@@ -187,7 +187,6 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
     operation, wanted, every_loss = key
     settings = operation.settings
     (axes,) = place.parts
-    exchanged = () if operation.is_unchecked else axes
 
     def run(*args: jax.Array) -> Arrays:
         x, weight, coefficients, *teacher = args
@@ -201,7 +200,7 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
             of_tokens = [teacher_x]
             of_vocabulary = [teacher_weight.astype(teacher_x.dtype), *biases]
 
-        def compute(x: Any, coefficients: Any, *teacher: Any) -> Any:
+        def compute(x: Any, coefficients: Any, *of_tokens: Any) -> Any:
             losses, gradients = by_tokens.losses_and_gradients(
                 settings,
                 axes,
@@ -209,8 +208,8 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
                 weight,
                 bias,
                 coefficients,
-                *teacher,
-                *of_vocabulary,
+                of_tokens,
+                of_vocabulary,
                 wanted=wanted,
             )
             num_per_token = int(wanted[0])
@@ -222,8 +221,8 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
         losses, *gradients = compute_counted(
             compute, tokens, fills, counts, fraction, place, name=operation.name
         )
-        if wanted[0]:
-            gradients[0] = jax.lax.psum(gradients[0], exchanged)
+        if wanted[0] and not operation.is_unchecked:
+            gradients[0] = jax.lax.psum(gradients[0], axes)
         return losses, *gradients
 
     return run

@@ -37,7 +37,7 @@ def sum_of_losses(
     first, last = low_rank.arguments(weight)
     biases = () if bias is None else (bias,)
     args = (x, first, coefficients, *biases, *teacher, *last)
-    roles = Roles(tuple(roles_of(settings, x, teacher)), (Tokens(),))
+    roles = Roles(tuple(roles_of(settings, args)), (Tokens(),))
     (loss,) = split_over_explicit_axes(_of_device, settings, roles, *args)
     axes = tuple(range(num_axes, coefficients.ndim))
     return jnp.sum(coefficients * loss, axis=axes)
@@ -57,7 +57,7 @@ def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.A
         log_probs = functools.partial(_log_probs, settings.temperature, is_counted)
         student = log_probs(layout, x, weight, bias, settings.logit_softcap)
         is_finite = jnp.all(jnp.isfinite(x), axis=-1)
-        if settings.teacher_weight_layout is None:
+        if settings.tail is not None:
             loss_of = lambda log_p: _of_top_k(settings, log_p, *teacher)
         else:
             layout, softcap = settings.teacher_weight_layout, settings.teacher_logit_softcap

@@ -63,18 +63,18 @@ class Settings:
       logit_softcap: Bound of the student's logits before the temperature; None sets no bound.
       teacher_logit_softcap: The same for the teacher's logits.
       weight_layout: Layout of the student's weight.
-      teacher_weight_layout: Layout of the teacher's weight. None if stored log-probabilities of
-        `k` tokens are the teacher.
-      tail: Handling of the vocabulary outside of the `k` tokens; None without them.
+      teacher_weight_layout: Layout of the teacher's weight, if it has one.
+      tail: Handling of the vocabulary outside of the `k` tokens whose log-probabilities are the
+        teacher; None if the teacher has hidden states and a weight.
       logits_dtype: Dtype of logits in memory; None is that of the hidden states.
       chunk_size: Tokens of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
       vocab_axes: Manual mesh axes over which the caller has split the vocabulary.
       counted_fraction: Largest share of a device's tokens that the caller expects to count.
+      has_teacher_bias: Whether the teacher's logits have a bias.
       kernels: Whether our kernels make the passes over the logits.
       is_low_rank: Whether the student's weight has a frozen and a low-rank part.
       has_bias: Whether the student's logits have a bias.
-      has_teacher_bias: Whether the teacher's logits have one.
       required_by: Who demands the kernels, also for a device's part of the vocabulary; None if
         nobody.
     """
@@ -84,17 +84,17 @@ class Settings:
     logit_softcap: float | None
     teacher_logit_softcap: float | None
     weight_layout: WeightLayout
-    teacher_weight_layout: WeightLayout | None
+    teacher_weight_layout: WeightLayout
     tail: Tail | None
     logits_dtype: jnp.dtype | None
     chunk_size: int | None
     max_logits_bytes: int | None
     vocab_axes: tuple[str, ...]
     counted_fraction: float
+    has_teacher_bias: bool
     kernels: bool = False
     is_low_rank: bool = False
     has_bias: bool = False
-    has_teacher_bias: bool = False
     required_by: str | None = None
 
     def dtype_of_logits(self, hidden_states) -> jnp.dtype:
