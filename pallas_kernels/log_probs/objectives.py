@@ -124,14 +124,14 @@ def clipped_policy_loss(
         mask=mask,
         reference_log_probs=reference_log_probs,
     )
-    if kl_weight and reference_log_probs is None:
-        raise ValueError(
-            f"{kl_weight=} needs reference_log_probs; pass the reference's log-probabilities, or "
-            "kl_weight=0.0"
-        )
     ratio = _ratio(_difference(log_probs, old_log_probs, mask))
     losses = _clipped_loss(ratio, advantages, clip_low, clip_high)
-    if kl_weight and reference_log_probs is not None:
+    if kl_weight:
+        if reference_log_probs is None:
+            raise ValueError(
+                f"{kl_weight=} needs reference_log_probs; pass the reference's log-probabilities, "
+                "or kl_weight=0.0"
+            )
         difference = _bounded(-_difference(log_probs, reference_log_probs, mask))
         losses += kl_weight * (jnp.expm1(difference) - difference)
     return aggregate(losses, mask, aggregation, max_length=max_length)

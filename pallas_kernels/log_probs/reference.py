@@ -34,22 +34,23 @@ def log_probs(
     """
     arrays, roles = arguments_and_roles(request, x, weight, bias, labels)
     results = (Tokens(),) * (1 + with_entropy + 2 * with_argmax)
-    softcap = request.settings.options.logit_softcap
-    layout = request.settings.weight_layout
-    key = layout, request.is_low_rank, softcap, temperature, with_entropy, with_argmax
+    key = request, temperature, with_entropy, with_argmax
     return split_over_explicit_axes(_log_probs_of, key, Roles(roles, results), *arrays)
 
 
-def _log_probs_of(key: tuple[Any, ...], place: Place) -> Callable[..., Sequence[jax.Array]]:
+def _log_probs_of(
+    key: tuple[Request, float, bool, bool], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
     """The log-probabilities of a device's tokens."""
-    layout, is_low_rank, softcap, temperature, with_entropy, with_argmax = key
+    request, temperature, with_entropy, with_argmax = key
+    layout = request.settings.weight_layout
 
     def run(x: Any, weight: Any, labels: Any, *bias: Any) -> Sequence[jax.Array]:
-        weight, bias = low_rank.joined(is_low_rank, layout, weight, bias)
+        weight, bias = low_rank.joined(request.is_low_rank, layout, weight, bias)
         # `jnp.where` gives ignored tokens the gradient 0, and 0 · NaN is NaN.
         x = jnp.where((labels == IGNORED)[..., None], 0, x)
         logits = float32_logits(layout, x, weight, bias)
-        logits = softcapped(logits, softcap)
+        logits = softcapped(logits, request.settings.options.logit_softcap)
         found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
         return of_labels(found, labels, logits.shape[-1])
 

@@ -30,9 +30,9 @@ class Distribution(NamedTuple):
 
     lse: Float[Array, " T"]
     label_logit: Float[Array, " T"]
-    entropy: Float[Array, " T"] | None = None
-    argmax: Float[Array, " T"] | None = None
-    largest: Float[Array, " T"] | None = None
+    entropy: Float[Array, " T"] | None
+    argmax: Float[Array, " T"] | None
+    largest: Float[Array, " T"] | None
 
 
 def distribution_of_linear(
@@ -45,7 +45,7 @@ def distribution_of_linear(
     *,
     temperature: float,
     with_entropy: bool,
-    with_argmax: bool = False,
+    with_argmax: bool,
 ) -> Distribution:
     """The distribution of each token over the whole vocabulary.
 
