@@ -17,8 +17,9 @@ from pallas_kernels.choices import record
 from pallas_kernels.implementation import Implementation, symbolic_reason
 from pallas_kernels.log_probs import differentiable, reference, saved
 from pallas_kernels.log_probs.kept import keeps_all, keeps_chunks
+from pallas_kernels.log_probs.of_function import results_of_function
 from pallas_kernels.log_probs.per_token import OfSingleTokens, sum_of_known
-from pallas_kernels.log_probs.token_function import results_of_function, token_function
+from pallas_kernels.log_probs.token_function import token_function
 from pallas_kernels.log_probs.token_loss import OfAllTokens
 from pallas_kernels.logs import log_once
 from pallas_kernels.loss.arguments import (

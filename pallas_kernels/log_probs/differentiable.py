@@ -170,9 +170,11 @@ def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Array
 
     def run(x, weight, labels, *last) -> Arrays:
         def compute(x, labels) -> Any:
-            device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+            device = Device.make(
+                operation.request, operation.temperature, place, x, weight, bias, labels
+            )
             lse, found = device.log_probs(
-                bias, with_entropy=operation.with_entropy, with_argmax=operation.with_argmax
+                with_entropy=operation.with_entropy, with_argmax=operation.with_argmax
             )
             return [*found, lse] if keeps_lse else list(found), []
 
@@ -194,8 +196,10 @@ def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[...,
         numbers = arrays[num_args:]
 
         def compute(x, labels, *numbers) -> Any:
-            device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-            gradients = device.gradients(bias, device.terms(*numbers), wanted)
+            device = Device.make(
+                operation.request, operation.temperature, place, x, weight, bias, labels
+            )
+            gradients = device.gradients(device.terms(*numbers), wanted)
             return wanted_gradients(
                 device.request, gradients, wanted, place, is_unchecked=operation.is_unchecked
             )
@@ -213,7 +217,7 @@ def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[...,
     return run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Device:
     """The plan of one device, and its arrays with one axis of tokens.
 
@@ -223,6 +227,7 @@ class Device:
       temperature: Divisor of the logits.
       x: Hidden states.
       weight: Output embedding.
+      bias: Bias of the logits, if there is one.
       labels: Column of each token.
     """
 
@@ -231,11 +236,19 @@ class Device:
     temperature: float
     x: Any
     weight: Any
+    bias: Any
     labels: Any
 
     @classmethod
     def make(
-        cls, request: Request, temperature: float, place: Place, x: Any, weight: Any, labels: Any
+        cls,
+        request: Request,
+        temperature: float,
+        place: Place,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        labels: Any,
     ) -> "Device":
         """The plan for the arrays of one device."""
         request = on_device(request, place, x, weight, name="log-probabilities")
@@ -245,12 +258,10 @@ class Device:
             request = dataclasses.replace(request, settings=settings)
         plan = choose(planned(request)).plan
         assert isinstance(plan, TokenChunks | InPlace)
-        return cls(
-            request=request, plan=plan, temperature=temperature, x=x, weight=weight, labels=labels
-        )
+        return cls(request, plan, temperature, x, weight, bias, labels)
 
     def log_probs(
-        self, bias: jax.Array | None, *, with_entropy: bool, with_argmax: bool = False
+        self, *, with_entropy: bool, with_argmax: bool = False
     ) -> tuple[jax.Array, Arrays]:
         """`(lse, results)`."""
         settings = self.request.settings
@@ -258,7 +269,7 @@ class Device:
             settings,
             self.x,
             self.weight,
-            bias,
+            self.bias,
             self.labels,
             self.plan.without_dweight.chunk_size,
             temperature=self.temperature,
@@ -287,14 +298,14 @@ class Device:
         softmax = jnp.where(is_zero, 0.0, -(g + h * entropy))  # 0 · NaN is NaN
         return GradientTerms(jnp.where(is_zero, 0.0, lse), softmax, -h, g)
 
-    def gradients(self, bias: jax.Array | None, terms: GradientTerms, wanted: Mask) -> Gradients:
+    def gradients(self, terms: GradientTerms, wanted: Mask) -> Gradients:
         """The gradients, by computing the logits again."""
         return recomputed.gradients(
             self.request.settings,
             self.plan if wanted[1] else self.plan.without_dweight,
             self.x,
             self.weight,
-            bias,
+            self.bias,
             self.labels,
             terms,
             temperature=self.temperature,

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.layout import Place, Replicated, Roles, Tokens, Weight
 from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_chunks
-from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
+from pallas_kernels.log_probs.of_function import OfFunction
+from pallas_kernels.log_probs.token_function import TokenFunction
 from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import compute_counted, where_counted
@@ -39,24 +40,24 @@ def sum_of_known(
     data: Sequence[Array],
 ) -> tuple[Array, Sequence[Array]]:
     """`(sum of the losses, other results)` of known log-probabilities, which JAX differentiates."""
-    args, results = _roles(function, labels.ndim, data)
-    of_numbers = [Tokens()] * (len(own) + 1)
-    roles = Roles((*of_numbers, *args), (Tokens(), *results))
-    key = function, len(own), len(function.split(data)[0])
-    found = split_over_explicit_axes(_known_of, key, roles, *own, labels, *data)
-    return jnp.sum(found[0]), found[1:]
+    of_data, of_aux = _roles(function, labels.ndim, data)
+    of_own = [Tokens()] * len(own)
+    roles = Roles((Tokens(), *of_own, *of_data), (Tokens(), *of_aux))
+    losses, *aux = split_over_explicit_axes(_known_of, function, roles, labels, *own, *data)
+    return jnp.sum(losses), aux
 
 
-def _known_of(key: tuple[TokenFunction, int, int], place: Place) -> Callable[..., Arrays]:
-    function, num_numbers, num_leaves = key
+def _known_of(function: TokenFunction, place: Place) -> Callable[..., Arrays]:
+    """The losses of a device's tokens, and the other results."""
+    del place
 
-    def run(*arrays) -> Arrays:
-        labels = arrays[num_numbers]
-        of_tokens = arrays[: num_numbers + 1 + num_leaves]
-        flat = [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in of_tokens]
-        constants = arrays[len(of_tokens) :]
-        losses, aux = function(flat[:num_numbers], [*flat[num_numbers + 1 :], *constants])
-        found = [where_counted(flat[num_numbers] != IGNORED, a) for a in (losses, *aux)]
+    def run(labels, *own_and_data) -> Arrays:
+        num_own = 1 + function.with_entropy
+        own, data = own_and_data[:num_own], own_and_data[num_own:]
+        leaves, constants = function.split(data)
+        flat = lambda arrays: [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in arrays]
+        of_tokens = flat(own), labels.reshape(-1), flat(leaves)
+        found, _ = _evaluated(function, None, constants, *of_tokens)
         return [a.reshape(*labels.shape, *a.shape[1:]) for a in found]
 
     return run
@@ -99,16 +100,16 @@ class OfSingleTokens(OfFunction):
             evaluate = functools.partial(_evaluated, function, of_data, constants)
 
             def compute(x, labels, *leaves) -> Any:
-                device = Device.make(request, self.temperature, place, x, weight, labels)
+                device = Device.make(request, self.temperature, place, x, weight, bias, labels)
                 if any(of_arrays) and keeps_chunks(device.request, device.plan):
                     found, per_token = _by_chunks(device, function, evaluate, of_arrays[1], leaves)
                 else:
-                    lse, own = device.log_probs(bias, with_entropy=function.with_entropy)
+                    lse, own = device.log_probs(with_entropy=function.with_entropy)
                     per_token, cotangents = evaluate(own, labels, leaves)
                     if not any(of_arrays):
                         return per_token, ()
                     terms = device.terms(lse, *cotangents, *own[1:])
-                    found = device.gradients(bias, terms, of_arrays)
+                    found = device.gradients(terms, of_arrays)
                 of_x, of_weights = wanted_gradients(
                     device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
                 )

@@ -118,7 +118,7 @@ def _whole(operation: WithExponentials, place: Place, x, weight, labels, last):
             "linear_log_probs: keep_exponentials=True needs the whole vocabulary on each device, "
             f"and the mesh axes {axes} split it; use keep_exponentials=False"
         )
-    weight, _ = weight_and_bias(operation.request, x, weight, last)
-    flat = x.reshape(labels.size, x.shape[-1]), weight, labels.reshape(-1)
+    weight, bias = weight_and_bias(operation.request, x, weight, last)
+    flat = x.reshape(labels.size, x.shape[-1]), weight, bias, labels.reshape(-1)
     device = Device.make(operation.request, operation.temperature, place, *flat)
     return device, Columns.make(device.request.settings, weight.astype(x.dtype), None)

@@ -1,10 +1,5 @@
-"""The caller's function of log-probabilities, and operations that are made of it.
+"""The caller's function of log-probabilities, checked and as a static option of an operation."""
 
-An operation calls the function and differentiates it in the forward. So the forward makes all
-gradients, and the backward only multiplies them with the cotangent of the loss.
-"""
-
-import abc
 import dataclasses
 import hashlib
 import logging
@@ -17,24 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gpu.kernel import vary, varying_axes
-from pallas_kernels.layout import Place
-from pallas_kernels.log_probs.differentiable import BIAS
-from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import where_counted
-from pallas_kernels.loss.differentiable import (
-    is_unchecked,
-    roles_of_gradients,
-    split,
-    wanted_arrays,
-)
-from pallas_kernels.loss.layout import Embedding
-from pallas_kernels.loss.plan import Request
 from pallas_kernels.mapping import Mask
-from pallas_kernels.operation import call
-from pallas_kernels.protocol import Arrays, Cotangents, Operation
+from pallas_kernels.protocol import Arrays
 
 _logger = logging.getLogger(__name__)
 _HAS_RULE = "custom_jvp_call", "custom_vjp_call"  # primitives with a rule that no text shows
@@ -51,7 +33,6 @@ class TokenFunction:
       num_constants: Number of arrays that the function reads and that are no arguments. They follow
         the leaves of the data.
       with_entropy: Whether the function gets entropies; otherwise None.
-      has_aux: Whether it returns more than the loss.
       rules_read_arrays: Whether its own rules for derivatives may read arrays.
       digest: SHA-256 of the function's jaxpr and of the constants inside of it, and of those of its
         gradients if it has a rule of its own for them (`jax.custom_vjp`, `jax.custom_jvp`). It
@@ -63,7 +44,6 @@ class TokenFunction:
     treedef: Any
     num_constants: int
     with_entropy: bool
-    has_aux: bool
     rules_read_arrays: bool = dataclasses.field(repr=False)  # the digest shows it
     digest: str
     results: tuple[jax.ShapeDtypeStruct, ...]
@@ -185,7 +165,6 @@ def token_function(
         treedef=treedef,
         num_constants=len(traced.consts),
         with_entropy=with_entropy,
-        has_aux=has_aux,
         rules_read_arrays=rules_read_arrays,
         digest=digest,
         results=tuple(
@@ -304,147 +283,3 @@ def _check_any_number(fn: Callable[..., Any], args: Any) -> None:
     num_tokens = more[0].shape[0]
     if any(a.shape[:1] != (num_tokens,) for a in found):
         raise ValueError(f"{remedy}. With {num_tokens} it returns {[a.shape for a in found]}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OfFunction(abc.ABC):
-    """Results of a caller's function, for `(x, weight, labels, *bias, *frozen weight, *data)`.
-
-    Attributes:
-      request: Everything that the plan depends on. Each device puts its own shapes in the place of
-        those in the request.
-      temperature: Divisor of the logits after the softcap.
-      function: The caller's function.
-      num_last: Number of arguments between the labels and the data.
-      is_unchecked: As `loss.differentiable.is_unchecked` says.
-    """
-
-    request: Request
-    temperature: float
-    function: TokenFunction
-    num_last: int
-    is_unchecked: bool
-
-    name = "linear_token_loss"
-
-    @abc.abstractmethod
-    def roles(
-        self, num_axes: int, data: Arrays
-    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """The roles of the data, of the results, and of the gradients of the data.
-
-        Args:
-          num_axes: Number of axes of the labels.
-          data: Leaves of the function's last argument, and its constants.
-        """
-
-    @abc.abstractmethod
-    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
-        """The function of a device's arrays.
-
-        It returns the results, and then the wanted gradients of x, weight, bias and the data.
-        """
-
-    @property
-    def num_arrays(self) -> int:
-        """Number of arguments before the data."""
-        return 3 + self.num_last
-
-    def of_arrays(self, wanted: Mask | None) -> Mask:
-        """Whether the gradients of x, weight and bias are wanted."""
-        return (False,) * 3 if wanted is None else wanted_arrays(wanted[: self.num_arrays], BIAS)
-
-    def of_data(self, wanted: Mask) -> Mask:
-        """Whether the gradient of each leaf of the data is wanted, and False for the constants."""
-        found = wanted[self.num_arrays :]
-        assert not any(self.function.split(found)[1])
-        return found
-
-    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        """The results, and the wanted gradients of the loss as residuals."""
-        arrays, data = args[: self.num_arrays], args[self.num_arrays :]
-        roles, results, of_gradients = self.roles(args[2].ndim, data)
-        results = [*results, *roles_of_gradients(self.of_arrays(wanted), BIAS)]
-        if wanted is not None:
-            results += [r for r, w in zip(of_gradients, self.of_data(wanted), strict=True) if w]
-        return split(
-            self.request,
-            _on_device,
-            (self, wanted),
-            arrays,
-            data,
-            results,
-            num_per_token=1,
-            roles_of_others=roles,
-        )
-
-    def num_residuals(self, wanted: Mask) -> int:
-        """The number of wanted gradients."""
-        return sum(self.of_arrays(wanted)) + sum(self.of_data(wanted))
-
-    def saved(
-        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """The results, and the gradients."""
-        return results, residuals
-
-    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
-        """The gradients of the loss times its cotangent, in float32."""
-        of_loss, *of_aux = cotangents
-        assert of_loss is not None and not any(a is not None for a in of_aux)
-        whole = of_loss
-        if self.is_unchecked:
-            whole = jax.lax.psum(of_loss, self.request.settings.vocab_axes)
-        num_of_arrays = sum(self.of_arrays(wanted))
-        # Each device has the whole gradients of the data, and not summands for its part of the
-        # vocabulary. So they take the device's share of the cotangent, `of_loss`.
-        factors = [whole if i < num_of_arrays else of_loss for i in range(len(saved))]
-        return [g.astype(jnp.float32) * c for g, c in zip(saved, factors, strict=True)]
-
-    def fold(
-        self, wanted: Mask | None, args: Arrays, is_batched: Mask
-    ) -> tuple[Operation, Arrays] | None:
-        """None: the function sees the tokens of one member."""
-        return None
-
-
-def _on_device(key: tuple[OfFunction, Mask | None], place: Place) -> Callable[..., Arrays]:
-    operation, wanted = key
-    return operation.on_device(wanted, place)
-
-
-def results_of_function(
-    kind: type[OfFunction],
-    request: Request,
-    x: Float[Array, "*T D"],
-    weight: Embedding,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, "*T"],
-    function: TokenFunction,
-    data: Sequence[Array],
-    *,
-    temperature: float,
-) -> tuple[Array, ...]:
-    """The loss, then the other results of the function; only the loss has a gradient.
-
-    Args:
-      kind: Operation that calls the function.
-      request: Everything that the plan depends on.
-      x: Hidden states.
-      weight: Output embedding.
-      bias: Bias of the logits, if there is one.
-      labels: Column of each token, `IGNORED` for an ignored one.
-      function: The caller's function.
-      data: Leaves of the function's last argument, and its constants.
-      temperature: Divisor of the logits after the softcap.
-    """
-    first, last = low_rank.arguments(weight)
-    others = last if bias is None else (bias, *last)
-    operation = kind(
-        request,
-        temperature,
-        function,
-        len(others),
-        is_unchecked(request.settings.vocab_axes, first),
-    )
-    return call(operation, x, first, labels, *others, *data)

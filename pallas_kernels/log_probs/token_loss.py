@@ -24,7 +24,7 @@ import jax
 from pallas_kernels.layout import Place, Replicated, Weight, of_all_tokens, of_own_tokens
 from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
-from pallas_kernels.log_probs.token_function import OfFunction
+from pallas_kernels.log_probs.of_function import OfFunction
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all
 from pallas_kernels.loss.differentiable import wanted_gradients, weight_and_bias
@@ -59,7 +59,7 @@ class OfAllTokens(OfFunction):
             def compute(few: FewRows | None) -> list[jax.Array]:
                 take = lambda a, fill: a if few is None else few.take(a, fill)
                 put_back = lambda a: a if few is None else few.put_back(a)
-                of_rows = take(flat_x, 0), weight, take(flat_labels, IGNORED)
+                of_rows = take(flat_x, 0), weight, bias, take(flat_labels, IGNORED)
                 device = Device.make(request, self.temperature, place, *of_rows)
                 stored = None
                 if of_arrays[1] and keeps_all(device.request, device.plan):
@@ -67,7 +67,7 @@ class OfAllTokens(OfFunction):
                     stored = KeptExponentials.make(device, columns, with_entropy=with_entropy)
                     lse, own = stored.lse, stored.of_labels()
                 else:
-                    lse, own = device.log_probs(bias, with_entropy=with_entropy)
+                    lse, own = device.log_probs(with_entropy=with_entropy)
                 numbers = [of_all_tokens(put_back(a).reshape(labels.shape), place) for a in own]
                 if wanted is None:
                     loss, aux = function(numbers, data)
@@ -83,7 +83,7 @@ class OfAllTokens(OfFunction):
                         dx, dweight = stored.gradients(terms)
                         found = Gradients(dx, stored.columns.without_padding(dweight), None)
                     else:
-                        found = device.gradients(bias, terms, of_arrays)
+                        found = device.gradients(terms, of_arrays)
                     of_x, of_weights = wanted_gradients(
                         device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
                     )
