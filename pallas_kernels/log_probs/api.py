@@ -1,9 +1,5 @@
-"""The public log-probabilities of a linear layer.
+"""The public log-probabilities of a linear layer."""
 
-Above 450 lines, because more than a third of them document the arguments.
-"""
-
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,28 +9,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from pallas_kernels.choices import record
-from pallas_kernels.implementation import Implementation, symbolic_reason
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.log_probs import differentiable, reference, saved
+from pallas_kernels.log_probs.arguments import check_alone, checked_options
 from pallas_kernels.log_probs.kept import keeps_all, keeps_chunks
 from pallas_kernels.log_probs.of_function import results_of_function
 from pallas_kernels.log_probs.per_token import OfSingleTokens, sum_of_known
 from pallas_kernels.log_probs.token_function import token_function
 from pallas_kernels.log_probs.token_loss import OfAllTokens
-from pallas_kernels.logs import log_once
-from pallas_kernels.loss.arguments import (
-    check_arrays,
-    checked_request,
-    checked_temperature,
-    labels_and_weights,
-    num_parts,
-)
+from pallas_kernels.loss.arguments import check_arrays
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.description import describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.low_rank import LoRA
-from pallas_kernels.loss.mosaic_gpu import linear_launch
-from pallas_kernels.loss.plan import Request, choose
 from pallas_kernels.partition import gathered
 
 _MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
@@ -193,7 +179,7 @@ def linear_log_probs(
     # Above 80 lines, because most of them are documentation.
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
     if keep_exponentials:
-        _check_alone(
+        check_alone(
             bias=bias,
             logit_softcap=logit_softcap,
             return_argmax=return_argmax or None,
@@ -202,7 +188,7 @@ def linear_log_probs(
             chunk_size=chunk_size,
             max_logits_bytes=max_logits_bytes,
         )
-    request, temperature, labels, vocab_size = _checked_options(
+    request, temperature, labels, vocab_size = checked_options(
         "linear_log_probs",
         x,
         weight,
@@ -247,16 +233,6 @@ def linear_log_probs(
         argmax = jax.lax.stop_gradient(Argmax(from_1.astype(jnp.int32) - 1, of_argmax))
         return *found, argmax
     return found if return_entropy else found[0]
-
-
-def _check_alone(**others: Any) -> None:
-    """Raises ValueError if an option is not None that saved exponentials do not go with."""
-    for name, value in others.items():
-        if value is not None:
-            shown = "a bias" if name == "bias" else f"{name}={value}"
-            raise ValueError(
-                f"keep_exponentials=True does not go with {shown}; leave one of the two out"
-            )
 
 
 def linear_token_loss(
@@ -373,7 +349,7 @@ def linear_token_loss(
     """
     # Above 80 lines, because most of them are documentation.
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
-    request, temperature, labels, _ = _checked_options(
+    request, temperature, labels, _ = checked_options(
         "linear_token_loss",
         x,
         weight,
@@ -426,97 +402,3 @@ def linear_token_loss(
     if not has_aux:
         return loss
     return loss, jax.lax.stop_gradient(jax.tree.unflatten(aux_tree, aux))
-
-
-def _checked_options(
-    name: str,
-    x: Array,
-    weight: Embedding,
-    bias: Array | None,
-    labels: Any,
-    *,
-    temperature: float,
-    vocab_axis: str | None,
-    ignore_index: int,
-    check_labels: bool,
-    implementation: Implementation | None,
-    weight_layout: WeightLayout,
-    token_data: Any = None,
-    keep_exponentials: bool = False,
-    keeps: Callable[[Request, Any], bool] | None = None,
-    **options: Any,
-) -> tuple[Request, float, Int[Array, "*T"], int]:
-    """`(request, temperature, labels, V of all devices)` of a call.
-
-    The call is noted for `choices.explain`.
-
-    Args:
-      name: Name of the public function.
-      x: Hidden states.
-      weight: Output embedding.
-      bias: Bias of the logits, if there is one.
-      labels: Labels of the tokens.
-      temperature: Divisor of the logits.
-      vocab_axis: As for `linear_log_probs`, and so are the arguments that follow.
-      ignore_index: Label of the tokens that do not count.
-      check_labels: Whether a label out of range raises an error.
-      implementation: Name that the caller gave.
-      weight_layout: Layout of the weight.
-      token_data: Data of the tokens, as for `linear_token_loss`.
-      keep_exponentials: Whether exponentials are saved for the backward, where they can be.
-      keeps: Function that says whether exponentials wait for the cotangents in the forward; None
-        if the forward does not know the cotangents.
-      **options: Options that `checked_request` checks.
-    """
-    temperature = checked_temperature(temperature)
-    unsupported = None
-    if symbolic_reason(x) is None and x.size:
-        operand = jax.ShapeDtypeStruct(weight.shape, x.dtype)
-        unsupported = linear_launch.unsupported_reason(x, operand, weight_layout)
-    request, why_no_kernel = checked_request(
-        x,
-        weight,
-        bias,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=0.0,
-        z_loss=0.0,
-        vocab_chunk_size=None,
-        vocab_axis=vocab_axis,
-        weight_layout=weight_layout,
-        implementation=implementation,
-        also_unsupported=unsupported,
-        **options,
-    )
-    is_kept = False
-    if keep_exponentials:
-        reason = saved.unsupported_reason(request)
-        if is_kept := reason is None:
-            request = dataclasses.replace(request, chunk_size=len(request.x))
-        else:
-            log_once(f"{name}: keep_exponentials=True has no effect: {reason}")
-    describe_plan = lambda: _described(request, why_no_kernel, is_kept, keeps)
-    record(
-        name,
-        (x, weight, labels, bias),
-        implementation,
-        request.settings.implementation,
-        why_no_kernel,
-        plan=describe_plan if symbolic_reason(x) is None else None,
-    )
-    of_tokens = {"x": x, "labels": labels, "token_data": token_data}
-    vocab_size = num_parts(vocab_axis, name, weight, **of_tokens) * request.sizes[0]
-    labels, _, _ = labels_and_weights(x, labels, None, vocab_size, ignore_index, check_labels, name)
-    return request, temperature, labels, vocab_size
-
-
-def _described(request: Request, why_no_kernel: str | None, is_kept: bool, keeps: Any) -> str:
-    """The plan in words, for `_checked_options`, which has these values."""
-    is_three = is_kept
-    if keeps is not None and request.settings.implementation == "mosaic_gpu":
-        rows = request.of_counted
-        is_three = keeps(rows, choose(differentiable.planned(rows)).plan)
-    plan = describe(differentiable.planned(request), why_no_kernel, 3 if is_three else 4)
-    if is_kept:
-        plan = dataclasses.replace(plan, reason="The caller asks for keep_exponentials=True.")
-    return str(plan)

@@ -41,9 +41,9 @@ def sum_of_known(
 ) -> tuple[Array, Sequence[Array]]:
     """`(sum of the losses, other results)` of known log-probabilities, which JAX differentiates."""
     of_data, of_aux = _roles(function, labels.ndim, data)
-    of_own = [Tokens()] * len(own)
-    roles = Roles((Tokens(), *of_own, *of_data), (Tokens(), *of_aux))
-    losses, *aux = split_over_explicit_axes(_known_of, function, roles, labels, *own, *data)
+    of_numbers = [Tokens()] * (len(own) + 1)
+    roles = Roles((*of_numbers, *of_data), (Tokens(), *of_aux))
+    losses, *aux = split_over_explicit_axes(_known_of, function, roles, *own, labels, *data)
     return jnp.sum(losses), aux
 
 
@@ -51,11 +51,11 @@ def _known_of(function: TokenFunction, place: Place) -> Callable[..., Arrays]:
     """The losses of a device's tokens, and the other results."""
     del place
 
-    def run(labels, *own_and_data) -> Arrays:
+    def run(*arrays) -> Arrays:
         num_own = 1 + function.with_entropy
-        own, data = own_and_data[:num_own], own_and_data[num_own:]
+        own, labels, data = arrays[:num_own], arrays[num_own], arrays[num_own + 1 :]
         leaves, constants = function.split(data)
-        flat = lambda arrays: [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in arrays]
+        flat = lambda some: [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in some]
         of_tokens = flat(own), labels.reshape(-1), flat(leaves)
         found, _ = _evaluated(function, None, constants, *of_tokens)
         return [a.reshape(*labels.shape, *a.shape[1:]) for a in found]
