@@ -38,7 +38,7 @@ from pallas_kernels.loss.token_loss import coefficients_of_mean
 
 type TokenWeights = Float[Array, "*T"] | Integer[Array, "*T"] | Bool[Array, "*T"]
 
-NO_KERNEL = (
+_NO_KERNEL = (
     "no kernel computes a loss of stored log-probabilities: XLA makes the matrix products, by "
     "cuBLAS on a GPU, and fuses the passes over a chunk of logits"
 )
@@ -433,7 +433,7 @@ def _choose(
     check_implementation(implementation)
     if settings.tail is not None and implementation in ("mosaic_gpu", "require"):
         raise NotImplementedError(
-            f"{implementation=}: {NO_KERNEL}; leave implementation=None, which takes 'xla'"
+            f"{implementation=}: {_NO_KERNEL}; leave implementation=None, which takes 'xla'"
         )
     open_sizes = symbolic_reason(x)
     if open_sizes is not None:
@@ -441,7 +441,7 @@ def _choose(
             raise NotImplementedError(f"{implementation=}: {open_sizes}, or with 'reference'")
         return "reference", by_name("reference") if implementation == "reference" else open_sizes
     if settings.tail is not None:
-        return implementation or "xla", NO_KERNEL
+        return implementation or "xla", _NO_KERNEL
     dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
     unsupported = passes.unsupported_reason(vocab_size, *dtypes)
     return choose_implementation(implementation, unsupported, fallback="xla")

@@ -140,15 +140,13 @@ class LogProbs:
     ) -> tuple[list[jax.Array], Arrays]:
         """The numbers of each token that `Device.terms` takes, and the operation's arguments."""
         lse, *args = saved
-        entropy = args.pop(0) if self.with_entropy else None
         of_log_probs, *of_others = cotangents
-        if of_log_probs is None:
-            of_log_probs = jnp.zeros_like(lse)
-        numbers = [lse, of_log_probs]
-        of_entropy = of_others.pop(0) if self.with_entropy else None
-        assert not any(a is not None for a in of_others)
-        if entropy is not None and of_entropy is not None:
-            numbers += [of_entropy, entropy]
+        numbers = [lse, jnp.zeros_like(lse) if of_log_probs is None else of_log_probs]
+        if self.with_entropy:
+            entropy, of_entropy = args.pop(0), of_others.pop(0)
+            if of_entropy is not None:
+                numbers += [of_entropy, entropy]
+        assert not any(a is not None for a in of_others), "the argmax has no gradient"
         if self.is_unchecked:
             axes = self.request.settings.vocab_axes
             numbers[1:3] = [jax.lax.psum(a, axes) for a in numbers[1:3]]

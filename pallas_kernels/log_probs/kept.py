@@ -111,7 +111,7 @@ class KeptExponentials:
         place does not take.
         """
         device, columns = self.device, self.columns
-        x, factor, values, factors = device.x, None, [], []
+        values, factors = [], []
         for found, (tokens, place) in zip(self.found, _parts(device), strict=True):
             labels, of_part = device.labels[tokens], terms.of(tokens)
             options = {"num_columns": columns.num_columns, "stored": place}
@@ -124,9 +124,9 @@ class KeptExponentials:
             else:
                 part = exponentials.dlogits_of_exponentials(found, labels, of_part, **options)
             values.append(part)
-        if factors:
-            factor = in_place.joined(factors)
-        else:
+        factor = in_place.joined(factors) if factors else None
+        x = device.x
+        if factor is None:
             x = jnp.where(terms.counts[:, None], x, 0)  # 0 · NaN is NaN
         plan, settings = device.plan, device.request.settings
         if isinstance(plan, InPlace):

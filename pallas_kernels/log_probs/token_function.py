@@ -127,7 +127,7 @@ def token_function(
     fn_once = _not_cached(fn)
     leaves, treedef = jax.tree.flatten(data)
     leaves = list(map(jnp.asarray, leaves))
-    shapes_of_leaves = [a.shape for a in leaves]
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
     if per_token:
         for a in leaves:
             if a.shape[: len(shape)] != shape:
@@ -135,12 +135,9 @@ def token_function(
                     f"with per_token=True every leaf of token_data begins with the axes of labels, "
                     f"{shape}; got {a.shape}; a number for all tokens can be a constant of token_fn"
                 )
-        shapes_of_leaves = [(math.prod(shape), *s[len(shape) :]) for s in shapes_of_leaves]
-        shape = (math.prod(shape),)
+        num_axes, shape = len(shape), (math.prod(shape),)
+        structs = [jax.ShapeDtypeStruct((*shape, *a.shape[num_axes:]), a.dtype) for a in leaves]
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
-    structs = [
-        jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes_of_leaves, leaves, strict=True)
-    ]
     entropy = numbers if with_entropy else None
     args = numbers, entropy, jax.tree.unflatten(treedef, structs)
     try:
