@@ -56,8 +56,9 @@ def _known_of(function: TokenFunction, place: Place) -> Callable[..., Arrays]:
         own, labels, data = arrays[:num_own], arrays[num_own], arrays[num_own + 1 :]
         leaves, constants = function.split(data)
         flat = lambda some: [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in some]
-        of_tokens = flat(own), labels.reshape(-1), flat(leaves)
-        found, _ = _evaluated(function, None, constants, *of_tokens)
+        own, flat_labels, leaves = flat(own), labels.reshape(-1), flat(leaves)
+        losses, aux = function(own, [*leaves, *constants])
+        found = [where_counted(flat_labels != IGNORED, a) for a in (losses, *aux)]
         return [a.reshape(*labels.shape, *a.shape[1:]) for a in found]
 
     return run

@@ -1,4 +1,4 @@
-"""The caller's function of log-probabilities, checked and as a static option of an operation."""
+"""The caller's function of log-probabilities: its checks, and the static option made of it."""
 
 import dataclasses
 import hashlib
