@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens without a gradient: one GEMM."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,16 +83,20 @@ def distribution_of_linear(
         )
         largest = found.largest if with_argmax else None
         part = Distribution(found.lse, found.label_logit, entropy, argmax, largest)
-        return _over_axes(settings, part, first_column)
+    else:
 
-    def one_chunk(chunk, _):
-        x, labels = chunk
-        logits = softcapped(with_bias(columns.logits(x), bias), softcap)
-        found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
-        return None, found
+        def one_chunk(chunk, _):
+            x, labels = chunk
+            logits = softcapped(with_bias(columns.logits(x), bias), softcap)
+            found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
+            return None, found
 
-    part = fold_chunks(one_chunk, (x, labels), chunk_size)[1]
-    return _over_axes(settings, part, first_column)
+        _, part = fold_chunks(one_chunk, (x, labels), chunk_size)
+    if not settings.vocab_axes:
+        return part
+    if part.argmax is not None:
+        part = part._replace(argmax=part.argmax + jnp.float32(first_column))
+    return _combine(of_all_parts(settings, part))
 
 
 def distribution_of_logits(
@@ -116,16 +120,7 @@ def distribution_of_logits(
     return Distribution(lse, label_logit, entropy, argmax, largest)
 
 
-def _over_axes(settings: Settings, found: Distribution, first_column: Any) -> Distribution:
-    """The distribution over the whole vocabulary from those over the parts of devices."""
-    if not settings.vocab_axes:
-        return found
-    if found.argmax is not None:
-        found = found._replace(argmax=found.argmax + jnp.float32(first_column))
-    return combine(of_all_parts(settings, found))
-
-
-def combine(parts: Distribution) -> Distribution:
+def _combine(parts: Distribution) -> Distribution:
     """The distribution over the whole vocabulary from those over its parts along axis 0.
 
     A part has the probability `p`. The whole entropy is the sum of `p · (entropy - log p)`.
