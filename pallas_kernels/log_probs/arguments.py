@@ -51,27 +51,11 @@ def checked_options(
     keeps: Callable[[Request, Any], bool] | None = None,
     **options: Any,
 ) -> tuple[Request, float, Int[Array, "*T"], int]:
-    """`(request, temperature, labels, V of all devices)` of a call.
+    """`(request, temperature, labels, V of all devices)` of a call of the public function `name`.
 
-    The call is noted for `choices.explain`.
-
-    Args:
-      name: Name of the public function.
-      x: Hidden states.
-      weight: Output embedding.
-      bias: Bias of the logits, if there is one.
-      labels: Labels of the tokens.
-      temperature: Divisor of the logits.
-      vocab_axis: As for `linear_log_probs`, and so are the arguments that follow.
-      ignore_index: Label of the tokens that do not count.
-      check_labels: Whether a label out of range raises an error.
-      implementation: Name that the caller gave.
-      weight_layout: Layout of the weight.
-      token_data: Data of the tokens, as for `linear_token_loss`.
-      keep_exponentials: Whether exponentials are saved for the backward, where they can be.
-      keeps: Function that says whether exponentials wait for the cotangents in the forward; None
-        if the forward does not know the cotangents.
-      **options: Options that `checked_request` checks.
+    The arguments are those of this function, with `x`, `weight` and `bias` from `check_arrays`.
+    `keeps(request, plan)` says whether exponentials wait for the cotangents in the forward. It is
+    None if the forward does not know the cotangents. The call is noted for `choices.explain`.
     """
     temperature = checked_temperature(temperature)
     unsupported = None

@@ -146,16 +146,8 @@ def results_of_function(
 ) -> tuple[Array, ...]:
     """The loss, then the other results of the function; only the loss has a gradient.
 
-    Args:
-      kind: Operation that calls the function.
-      request: Everything that the plan depends on.
-      x: Hidden states.
-      weight: Output embedding.
-      bias: Bias of the logits, if there is one.
-      labels: Column of each token, `IGNORED` for an ignored one.
-      function: The caller's function.
-      data: Leaves of the function's last argument, and its constants.
-      temperature: Divisor of the logits after the softcap.
+    `kind` is the operation that calls the function, and `data` are the leaves of the function's
+    last argument, and its constants. The other arguments are those of `differentiable.log_probs`.
     """
     first, last = low_rank.arguments(weight)
     biases = () if bias is None else (bias,)
