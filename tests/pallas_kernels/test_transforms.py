@@ -39,6 +39,7 @@ from support.transforms import (
     make_call,
     run_all,
     table,
+    working,
 )
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -205,9 +206,11 @@ def test_by_default_forward_mode_is_the_same_on_every_backend(
         assert_accurate(found, transform, operation, dtype)
 
 
-def test_the_page_has_the_table():
-    """`print(support.transforms.table())` makes the table anew."""
-    assert table() in (ROOT / "docs/transforms.md").read_text()
+def test_the_page_has_all_transformations():
+    """`print(support.transforms.table())` makes the table anew, and `working()` the sentence."""
+    page = (ROOT / "docs/transforms.md").read_text()
+    assert table() in page
+    assert working() in page
 
 
 # All operations in one model, on a mesh.
