@@ -25,7 +25,8 @@ called inside of `jax.shard_map`.
 
 With `return_metrics=True`, `linear_cross_entropy` returns `LossMetrics` as its second result.
 Layers that call the operations are in `pallas_kernels.layers` (Flax NNX), `pallas_kernels.linen`
-(Flax Linen) and `pallas_kernels.equinox`.
+(Flax Linen) and `pallas_kernels.equinox`. `pallas_kernels.fp8` has linear layers and MLPs in FP8,
+and `pallas_kernels.log_probs.objectives` has losses for `linear_token_loss`.
 
 Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leading axes), D hidden
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.

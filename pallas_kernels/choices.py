@@ -119,7 +119,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
     Args:
       fn: Function, jitted or not.
-      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays. They are
+      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in place of arrays. They are
         pytrees, in which two NNX modules that share a parameter become two copies. If the function
         updates such modules, pass the state from `nnx.split` and merge it inside of the function.
         JAX traces every argument. Bind static arguments first: `explain(functools.partial(fn,

@@ -67,7 +67,7 @@ class _Norm(eqx.Module):
 
 
 class RMSNorm(_Norm):
-    """`pallas_kernels.rms_norm` with its weight, in the place of `eqx.nn.RMSNorm`.
+    """`pallas_kernels.rms_norm` with its weight, in place of `eqx.nn.RMSNorm`.
 
     Args:
       shape: D, the size of the normalized last axis.

@@ -50,7 +50,7 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """`pallas_kernels.rms_norm` with its weight, in the place of `nn.RMSNorm`.
+    """`pallas_kernels.rms_norm` with its weight, in place of `nn.RMSNorm`.
 
     The parameter is `scale` `[D]`. The statistics are float32.
 

@@ -109,7 +109,7 @@ def linear_distillation_loss(
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. The
     teacher is constant: the gradients of its arrays are 0, as after `jax.lax.stop_gradient`. A call
-    that is not differentiated does no gradient work. `dweight` has the dtype of `weight`; for a
+    that is not differentiated computes no gradients. `dweight` has the dtype of `weight`; for a
     float32 gradient of a bfloat16 weight, differentiate with respect to
     `weight.astype(jnp.float32)` inside of the compiled function. Only `"reference"` has second
     derivatives and forward mode (`jax.jvp`).
@@ -171,7 +171,7 @@ def linear_distillation_loss(
       teacher_weight_layout: Order of the axes of `teacher_weight`.
       logits_dtype: Dtype of logits in memory: floating, of 16 bits or more. `None` takes the dtype
         of `x` for the student and of `teacher_x` for the teacher. Rounding a logit between 8 and 16
-        to bfloat16 makes an error of up to 2^-5. Such errors add about 3e-4 nats to a KL. Logits in
+        to bfloat16 makes an error of up to 2^-5. Errors of this size add about 3e-4 nats to a KL. Logits in
         float32 take twice the memory.
       implementation: Name of the program.
 

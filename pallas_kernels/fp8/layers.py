@@ -38,8 +38,9 @@ class Fp8DotGeneral:
       recipe: Recipe, or its name, as in `fp8_linear`.
 
     Raises:
-      ValueError: There is no recipe of that name. Calls raise it for batch axes, for a `precision`,
-        and for a `preferred_element_type` other than the dtype of the input.
+      ValueError: There is no recipe of that name. Calls raise it for batch axes, for a `precision`
+        other than the default, and for a `preferred_element_type` other than the dtype of the
+        input.
     """
 
     recipe: Recipe | RecipeName

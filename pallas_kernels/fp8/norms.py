@@ -50,7 +50,7 @@ def rms_norm_quantized(
       dtype: Dtype of the values: `float8_e4m3fn` or `float8_e5m2`.
       eps: Number added to the mean square.
       weight_offset: Number added to the weight in float32.
-      casting: Place where the norm is rounded.
+      casting: Place where the norm is rounded, as in `rms_norm`.
       implementation: Name, as in `pallas_kernels.rms_norm`; the kernel needs Ada, Hopper or later,
         and at least 4 rows.
 

@@ -15,10 +15,10 @@ BLOCK = 128  # columns of a matrix in int8 that share a scale
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array that is about `values · scale`.
+    """A quantized array, which `values · scale` approximates.
 
-    It is a pytree with two leaves. So it passes through `jax.jit`, `jax.checkpoint` and
-    `jax.lax.scan` as an array does.
+    It is a pytree with two leaves, so it passes through `jax.jit`, `jax.checkpoint` and
+    `jax.lax.scan`.
 
     Attributes:
       values: Array of dtype `float8_e4m3fn` or `float8_e5m2`, `[..., K]`. Products contract the

@@ -63,9 +63,9 @@ def quantize_weight(
     Args:
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits.
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
-      implementation: Name, as in `quantize`, without `split`. On a mesh with Auto or Explicit axes
-        None takes `"reference"`, which XLA splits as the weight. For a kernel by name XLA gathers
-        a weight that Auto axes split.
+      implementation: Name, as in `quantize`; None with `split`. On a mesh with Auto or Explicit
+        axes None takes `"reference"`, which XLA splits as the weight. With `"mosaic_gpu"` XLA
+        gathers a weight that Auto axes split.
       split: Mesh axes that split K, and mesh axes that split N, inside of `jax.shard_map`. The
         scales are then those of the whole weight, so that devices may gather the FP8 copies.
 

@@ -89,7 +89,7 @@ class _Norm(nnx.Module):
 
 
 class RMSNorm(_Norm):
-    """`pallas_kernels.rms_norm` with its parameter `scale`, in the place of `nnx.RMSNorm`.
+    """`pallas_kernels.rms_norm` with its parameter `scale`, in place of `nnx.RMSNorm`.
 
     Args:
       num_features: D, the size of the normalized last axis.

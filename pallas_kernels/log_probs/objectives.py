@@ -54,8 +54,8 @@ def aggregate(
       max_length: Divisor of `"seq-mean-token-sum-norm"`.
 
     Raises:
-      ValueError: The aggregation is unknown, `max_length` does not go with it or is below 1, or the
-        mask has another shape than the values.
+      ValueError: The aggregation is unknown, `"seq-mean-token-sum-norm"` has no `max_length` or
+        another aggregation has one, it is below 1, or the mask has another shape than the values.
       TypeError: `max_length` is no number, or JAX traces it.
     """
     _check_shapes(values, "values", mask=mask)

@@ -31,7 +31,7 @@ class LoRA(NamedTuple):
 
     `linear_cross_entropy`, `linear_log_probs`, `linear_token_loss` and the distillation losses take
     a `LoRA` as their argument `weight`. The sum is never formed. Only `x`, `a`, `b` and `scale`
-    have gradients. The gradient of the frozen `weight` is 0, so do not ask for it.
+    have gradients. The gradient of the frozen `weight` is an array of zeros; do not ask for it.
 
     Products take `a` and `b` in the dtype of `x`. `scale · x @ b.T` is computed in float32 and
     rounded once, to the dtype of `x`. All options of the loss work except `vocab_chunk_size`. On a

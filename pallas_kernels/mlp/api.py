@@ -138,8 +138,8 @@ def swiglu_mlp(
     On a mesh each device computes its own tokens. F may be split over mesh axes that split no
     tokens. On Auto and Explicit axes the MLP adds up its result over these axes, and `dx` in the
     backward. Inside of `jax.shard_map` the MLP takes a device's columns of `w_gate` and `w_up` and
-    rows of `w_down`, and returns that device's summand of the result: add the summands up with
-    `jax.lax.psum`.
+    rows of `w_down`, and returns that device's partial sum of the result: add the partial sums up
+    with `jax.lax.psum`.
 
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.

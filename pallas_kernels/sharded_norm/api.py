@@ -68,7 +68,7 @@ def sharded_add_rms_norm(
     `weight`. The operation does not add up the gradients of the devices. If you differentiate
     outside of `jax.shard_map`, its transpose adds them up over every axis of the mesh that is not
     in the weight's `in_specs`. So pass the whole weight, with `PartitionSpec()`. If you
-    differentiate inside, you have to `psum` the gradient.
+    differentiate inside, add the gradients up with `jax.lax.psum`.
 
     For policies of `jax.checkpoint`, `residual_out` of a device's tokens has the name `residual`,
     `rstd` the name `rstd`, and the norm before it is gathered the name `normed`. A policy that
@@ -76,8 +76,8 @@ def sharded_add_rms_norm(
     `"mosaic_gpu"`, `normed` is `y` as it is returned.
 
     Args:
-      partial: This device's summand of a sublayer's output for all tokens, `[..., T, D]`, such as
-        the product with its rows of a weight. All three arrays may have any floating dtype.
+      partial: This device's partial sum of a sublayer's output for all tokens, `[..., T, D]`, such
+        as the product with its rows of a weight. All three arrays may have any floating dtype.
       residual: Residual stream of this device's tokens, `[..., T/n, D]`.
       weight: Scale of the norm, `[D]`, the same on all devices.
       axis_name: Mesh axis over which `partial` is summed and the tokens are split.
