@@ -171,8 +171,8 @@ def linear_distillation_loss(
       teacher_weight_layout: Order of the axes of `teacher_weight`.
       logits_dtype: Dtype of logits in memory: floating, of 16 bits or more. `None` takes the dtype
         of `x` for the student and of `teacher_x` for the teacher. Rounding a logit between 8 and 16
-        to bfloat16 makes an error of up to 2^-5. Errors of this size add about 3e-4 nats to a KL. Logits in
-        float32 take twice the memory.
+        to bfloat16 makes an error of up to 2^-5. Errors of this size add about 3e-4 nats to a KL.
+        Logits in float32 take twice the memory.
       implementation: Name of the program.
 
         - `None`, the default: the kernels where they take the arguments, `"reference"` for symbolic
