@@ -22,6 +22,7 @@ from pallas_kernels.mlp.reference import swiglu as swiglu_formula
 from pallas_kernels.norm import mosaic_gpu as norm_kernels
 from support.numerics import assert_as_accurate, quick_jit
 from support.pages import ROOT
+from support.transform_table import table, working
 from support.transforms import (
     BASE,
     DEFAULT,
@@ -38,8 +39,6 @@ from support.transforms import (
     expected,
     make_call,
     run_all,
-    table,
-    working,
 )
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -207,7 +206,7 @@ def test_by_default_forward_mode_is_the_same_on_every_backend(
 
 
 def test_the_page_has_all_transformations():
-    """`print(support.transforms.table())` makes the table anew, and `working()` the sentence."""
+    """The functions of `support.transform_table` make the table and the list anew."""
     page = (ROOT / "docs/transforms.md").read_text()
     assert table() in page
     assert working() in page
