@@ -45,10 +45,11 @@ def sharded_add_rms_norm(
     AllreduceResidualRMSnorm). Here each device has 1/n of the work of the norm and of the memory of
     the residual, as in Megatron's sequence parallelism (https://arxiv.org/abs/2205.05198).
 
-    Call it inside of `jax.shard_map(check_vma=False)`. The tokens are split along the second-last
-    axis. Leading axes stay whole, so a `[B, S, D]` residual stream is split along S. With B above
-    1, XLA for GPUs copies `partial` and `y`, because a collective needs the split axis first.
-    Tokens are independent, so the arrays may also be `[B·S, D]`, which needs no copies.
+    Call it inside of `jax.shard_map(check_vma=False)`: with the check, JAX cannot infer that all
+    devices have the same gathered `y`. The tokens are split along the second-last axis. Leading
+    axes stay whole, so a `[B, S, D]` residual stream is split along S. With B above 1, XLA for GPUs
+    copies `partial` and `y`, because a collective needs the split axis first. Tokens are
+    independent, so the arrays may also be `[B·S, D]`, which needs no copies.
 
     **Dtypes and rounding.** The collective adds up `partial` in its dtype. In 16 bits on GPUs, the
     ring of NCCL rounds after each of the n - 1 additions. XLA for CPUs adds in float32 and rounds
