@@ -43,18 +43,19 @@ def document_attention(
     """The causal attention of each document by itself (https://arxiv.org/abs/1706.03762).
 
     The result of a token is `softmax(scale · q·k) · v`, over the tokens from the beginning of its
-    document, or of its window, to the token itself. The kernels read no tile of keys that lies
-    wholly outside. They need no mask, and a row may have any number of documents. Logits, softmax
-    and sums are float32. The kernels round the exponentials of the softmax to the dtype of `v`
-    before their product with `v`. The result is rounded once, to the dtype of `q`. Each gradient
-    has the dtype of its argument. The gradients of `k` and `v` are added up over heads in float32.
-    Two calls of the kernels with equal arguments have equal results and gradients, bit by bit.
+    document, or of its window, to the token itself. The kernels skip each tile of keys that no
+    query of a block attends to. They need no mask, and a row may have any number of documents.
+    Logits, softmax and sums are float32. The kernels round the exponentials of the softmax to the
+    dtype of `v` before their product with `v`. The result is rounded once, to the dtype of `q`.
+    Each gradient has the dtype of its argument. The gradients of `k` and `v` are added up over
+    heads in float32. Two calls of the kernels with equal arguments have equal results and
+    gradients, bit by bit.
 
     The forward keeps `q`, `k`, `v`, the bounds, the result, and one float32 number for each token
     and head for the backward. The kernels use the algorithm of https://arxiv.org/abs/2407.08608,
-    with two kernels for the gradients. They need no workspace, unless the keys are few. A device
-    has few keys if it has at most one block of 128 keys for each multiprocessor, counted over rows
-    and heads of keys. Then the backward has several float32 arrays of the size of `k` and of `v`.
+    with two kernels for the gradients. They need no workspace, unless a device has at most one
+    block of 128 keys for each multiprocessor, counted over rows and key/value heads. Then the
+    backward has several float32 arrays of the size of `k` and of `v`.
 
         bounds = document_bounds(segment_ids)  # with window=W for a sliding window
         out = document_attention(q, k, v, bounds)

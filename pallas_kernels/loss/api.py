@@ -72,7 +72,7 @@ def linear_cross_entropy(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Any:
-    """Cross-entropy of `x @ weight.T + bias` against `labels`, without the logits in memory.
+    """Cross-entropy of `x @ weight.T + bias` against `labels`, without all logits in memory.
 
     **Formula.** Let `z` be the logits, or `c·tanh(logits / c)` if `logit_softcap` is a bound `c`.
     With `lse = logsumexp(z)` and `s = label_smoothing` the loss of a token is

@@ -94,9 +94,10 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
 
-    The sum is taken in float32 and rounded to `x.dtype`. A log line says once if `residual` has
-    more bits. The norm reads the rounded sum. So the results equal those of an addition and a
-    separate `rms_norm`, up to the last bit of `rstd`, which depends on the order of a sum. The
+    The sum is taken in float32 and rounded to `x.dtype`. If `residual` has more bits, the log says
+    once that it is rounded. The norm reads the rounded sum. So the results equal those of an
+    addition and a separate `rms_norm`, up to the last bit of `rstd`, which depends on the order of
+    a sum. The
     operation is differentiable in all three arrays. The gradients of `x` and `residual` are equal
     up to their dtypes.
 
