@@ -97,9 +97,8 @@ def add_rms_norm(
     The sum is taken in float32 and rounded to `x.dtype`. If `residual` has more bits, the log says
     once that it is rounded. The norm reads the rounded sum. So the results equal those of an
     addition and a separate `rms_norm`, up to the last bit of `rstd`, which depends on the order of
-    a sum. The
-    operation is differentiable in all three arrays. The gradients of `x` and `residual` are equal
-    up to their dtypes.
+    a sum. The operation is differentiable in all three arrays. The gradients of `x` and `residual`
+    are equal up to their dtypes.
 
     Args:
       x: Output of a sublayer; the leading axes are tokens.
