@@ -38,9 +38,9 @@ class Fp8DotGeneral:
       recipe: Recipe, or its name, as in `fp8_linear`.
 
     Raises:
-      ValueError: There is no recipe of that name. Calls raise it for batch axes, for a `precision`
-        other than the default, and for a `preferred_element_type` other than the dtype of the
-        input.
+      ValueError: There is no recipe of that name. Calls raise it for contracted axes of different
+        sizes, for batch axes, for a `precision` other than the default, and for a
+        `preferred_element_type` other than the dtype of the input.
     """
 
     recipe: Recipe | RecipeName
@@ -64,6 +64,14 @@ class Fp8DotGeneral:
             raise ValueError(
                 f"{dimension_numbers=} has batch axes, so it is no product with one weight; give "
                 "this layer jax.lax.dot_general"
+            )
+        sizes = [
+            tuple(a.shape[axis] for axis in axes) for a, axes in ((lhs, of_input), (rhs, of_weight))
+        ]
+        if sizes[0] != sizes[1]:  # merged axes could have one size all the same
+            raise ValueError(
+                f"the contracted axes have the sizes {sizes[0]} in the input {lhs.shape}, and "
+                f"{sizes[1]} in the weight {rhs.shape}; give both the same sizes in the same order"
             )
         if precision not in (None, "default", jax.lax.Precision.DEFAULT):
             raise ValueError(f"{precision=}, but the operands are in FP8; leave it at None")

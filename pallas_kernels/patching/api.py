@@ -197,7 +197,10 @@ def patch(model: nnx.Module, *, fp8: Recipe | RecipeName | None = None) -> Patch
 def _check_recipe(path: Path, module: Any, fp8: Recipe | RecipeName | None) -> None:
     """Raises a ValueError if a patched MLP has another recipe."""
     operation = type(module).pallas_kernels_rule.operation
-    if isinstance(operation, MLPRule) and operation.fp8 != fp8:
+    if not isinstance(operation, MLPRule):
+        return
+    before, now = (None if r is None else find_recipe(r) for r in (operation.fp8, fp8))
+    if before != now:
         raise ValueError(
             f"{name_of(path)} was patched with fp8={operation.fp8!r}, and now {fp8=}; pass the "
             "same recipe, or call undo() of the first patch before"

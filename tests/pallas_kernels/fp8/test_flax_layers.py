@@ -181,6 +181,9 @@ def test_patched_mlps():
     with pytest.raises(ValueError, match=r"was patched with fp8=Recipe.*and now fp8=None; pass"):
         patch(module)
     patched.undo()
+    patched = patch(module, fp8="rowwise")
+    assert patch(module, fp8=RECIPES["rowwise"]).modules == ()  # the same recipe
+    patched.undo()
     assert [m.operation for m in patch(module).modules] == [
         text[4:].replace(", recipe='rowwise'", "")
     ]
@@ -233,6 +236,12 @@ def test_arguments_of_dot_general():
         product(precision="highest")
     with pytest.raises(ValueError, match="dtype of the input, bfloat16; leave it at None"):
         product(preferred_element_type=F32)
+    # As many numbers as the kernel contracts, in axes of other sizes: heads in the wrong order.
+    heads = nnx.LinearGeneral((HEADS, SIZE), D, axis=(-2, -1), rngs=RNGS, **OPTIONS)
+    with pytest.raises(
+        ValueError, match=r"sizes \(8, 4\) in the input .* and \(4, 8\) in the weight"
+    ):
+        heads(jnp.ones((2, SIZE, HEADS), BF16))
     scores = (((2,), (2,)), ((0,), (0,)))
     with pytest.raises(ValueError, match=r"has batch axes.*jax\.lax\.dot_general"):
         Fp8DotGeneral(ROWWISE)(jnp.ones((2, 3, D)), jnp.ones((2, 3, D)), scores)
