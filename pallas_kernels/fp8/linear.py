@@ -38,7 +38,7 @@ from pallas_kernels.fp8.weights import (
     QuantizedWeight,
     arguments,
     as_quantized,
-    log_too_small,
+    note_too_small,
     operand,
     pairs,
     roles_of_copies,
@@ -133,7 +133,7 @@ def fp8_linears(
         if q.weight.shape[0] != x.shape[-1]:
             raise ValueError(f"weight must be [K, N], got {q.weight.shape} for x {x.shape}")
         if q.forward is None:
-            log_too_small("fp8_linear: a weight", q.weight.shape, x.dtype)
+            note_too_small("fp8_linear", "a weight", q.weight, x)
     in_fp8 = [q for q in quantized if q.forward is not None]
     results = iter(())
     if in_fp8:

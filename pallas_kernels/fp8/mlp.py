@@ -52,7 +52,7 @@ from pallas_kernels.fp8.weights import (
     QuantizedWeight,
     arguments,
     as_quantized,
-    log_too_small,
+    note_too_small,
     operand,
     pairs,
     roles_of_copies,
@@ -113,7 +113,7 @@ def fp8_swiglu_mlp(
     unquantized = [q.weight for q in weights]
     check_shapes(x, *unquantized)
     if any(q.forward is None for q in weights):
-        log_too_small("fp8_swiglu_mlp: w_gate", unquantized[0].shape, x.dtype)
+        note_too_small("fp8_swiglu_mlp", "w_gate", unquantized[0], x)
         return swiglu_mlp(x, *unquantized)
     if x.ndim == 1:
         return fp8_swiglu_mlp(x[None], *weights, recipe=recipe)[0]

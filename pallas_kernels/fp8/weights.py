@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.choices import inside_of
+from pallas_kernels.choices import inside_of, record
 from pallas_kernels.fp8.casts import cast_part
 from pallas_kernels.fp8.product_kernel import OUT_DTYPES
 from pallas_kernels.fp8.quantize import quantize_both, quantize_both_on_a_mesh
@@ -105,13 +104,17 @@ def _may_be_split(weight: jax.Array) -> bool:
     return bool(axes_of_kind(mesh, AxisType.Auto) or axes_of_kind(mesh, AxisType.Explicit))
 
 
-def log_too_small(what: str, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    """Logs once that weights of a shape are multiplied in the dtype of the input."""
-    log_once(
-        f"{what} {shape} is multiplied in {jnp.dtype(dtype).name}, because its K·N / (K + N), "
-        f"{math.prod(shape) // sum(shape)}, is below the least_size of the recipe that quantized "
-        "it, from which FP8 saves time; least_size=0 in that recipe takes FP8"
+def note_too_small(operation: str, name: str, weight: jax.Array, x: jax.Array) -> None:
+    """Tells the log, once for a shape, and `explain` that a weight stays in the dtype of `x`."""
+    shape = weight.shape
+    reason = (
+        f"its K·N / (K + N), {math.prod(shape) // sum(shape)}, is below the least_size of the "
+        "recipe that quantized it, from which FP8 saves time; least_size=0 in that recipe takes FP8"
     )
+    what = f"{name} {shape} is multiplied in {jnp.dtype(x.dtype).name}"
+    log_once(f"{operation}: {what}, because {reason}")
+    # By design there is no kernel, so `require_kernels` does not raise.
+    record(operation, (x, weight), "reference", "reference", f"{what}, because {reason}")
 
 
 def as_quantized(weight: Any, recipe: Recipe) -> QuantizedWeight:

@@ -243,6 +243,11 @@ def test_small_weights_stay_in_their_dtype(caplog):
         "least_size=0 in that recipe takes FP8"
     ]
     np.testing.assert_array_equal(y, x @ w.astype(BF16))
+    (choice,) = explain(functools.partial(fp8_linear, recipe="tensorwise"), x, prepared).choices
+    assert caplog.messages == [f"fp8_linear: {choice.reason}"]
+    assert (choice.operation, choice.implementation) == ("fp8_linear", "reference")
+    with require_kernels():
+        fp8_linear(x, prepared, recipe="tensorwise")
     assert RECIPES["tensorwise"].gains((2048, 2048))
     assert not RECIPES["tensorwise"].gains((2048, 1024))
 
