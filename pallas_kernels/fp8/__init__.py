@@ -1,6 +1,7 @@
 """FP8 for training: tensors in 8-bit floating point, their products, and layers of products."""
 
 from pallas_kernels.fp8.layers import Fp8DotGeneral as Fp8DotGeneral
+from pallas_kernels.fp8.layers import Fp8Einsum as Fp8Einsum
 from pallas_kernels.fp8.linear import fp8_linear as fp8_linear
 from pallas_kernels.fp8.linear import fp8_linears as fp8_linears
 from pallas_kernels.fp8.mlp import fp8_swiglu_mlp as fp8_swiglu_mlp

@@ -90,6 +90,58 @@ class Fp8DotGeneral:
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fp8Einsum:
+    """`fp8_linear` with the arguments of `jnp.einsum`, for `nnx.Einsum`.
+
+    Give it as `einsum_op` to `nnx.Einsum`. The first operand is the input, and the second one the
+    weight. Subscripts that both have are contracted. All is as for `Fp8DotGeneral` otherwise.
+
+    Args:
+      recipe: Recipe, or its name, as in `fp8_linear`.
+
+    Raises:
+      ValueError: There is no recipe of that name. Calls raise it for subscripts that are no product
+        of an input and one weight, such as those with batch axes or an ellipsis, and where
+        `Fp8DotGeneral` does.
+    """
+
+    recipe: Recipe | RecipeName
+
+    def __post_init__(self):
+        find_recipe(self.recipe)
+
+    def __call__(
+        self,
+        subscripts: str,
+        x: Float[Array, "..."],
+        weight: Float[Array, "..."],
+        *,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> Float[Array, "..."]:
+        """The product in the dtype of `x`, with the axes in the order of the subscripts."""
+        operands, _, result = subscripts.replace(" ", "").partition("->")
+        of_x, _, of_weight = operands.partition(",")
+        contracted = [name for name in of_x if name in of_weight]
+        free = [name for name in of_x + of_weight if name not in contracted]
+        names = {*of_x, *of_weight}
+        repeats = len(of_x) + len(of_weight) - len(contracted) > len(names)
+        fits = (len(of_x), len(of_weight)) == (x.ndim, weight.ndim) and names.isdisjoint(".")
+        if repeats or not fits or sorted(result) != sorted(free):
+            raise ValueError(
+                f"{subscripts=} is no product of an input {x.shape} and a weight {weight.shape}, "
+                "as 'btd,dnh->btnh' is; give this layer jnp.einsum"
+            )
+        axes = [[letters.index(name) for name in contracted] for letters in (of_x, of_weight)]
+        dimension_numbers = (axes[0], axes[1]), ((), ())
+        multiply = Fp8DotGeneral(self.recipe)
+        y = multiply(x, weight, dimension_numbers, precision, preferred_element_type)
+        y = jnp.transpose(y, [free.index(name) for name in result])
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
 def gated_mlp(
     x: Float[Array, "*T D"],
     weights: Sequence[Float[Array, "_ _"]],

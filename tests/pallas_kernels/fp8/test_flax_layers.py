@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import linen, patch
-from pallas_kernels.fp8 import RECIPES, Fp8DotGeneral, fp8_swiglu_mlp
+from pallas_kernels.fp8 import RECIPES, Fp8DotGeneral, Fp8Einsum, fp8_swiglu_mlp
 from pallas_kernels.layers import SwiGLU
 from support import foreign_modules
 from support.fp8_formulas import SMALL, exact_mlp, exact_of_quantized, make_args, mlp_args
@@ -24,6 +24,7 @@ ROWWISE = SMALL["rowwise"]
 D, HEADS, SIZE, F = 24, 4, 8, 40
 OPTIONS: dict[str, Any] = {"use_bias": False, "dtype": BF16, "dot_general": Fp8DotGeneral(ROWWISE)}
 RNGS = nnx.Rngs(0)
+EINSUM: dict[str, Any] = {"dtype": BF16, "rngs": RNGS, "einsum_op": Fp8Einsum(ROWWISE)}
 
 
 def of_nnx(layer):
@@ -46,6 +47,16 @@ LINEAR = {
     ),
     "nnx.LinearGeneral of heads": (
         of_nnx(nnx.LinearGeneral((HEADS, SIZE), D, axis=(-2, -1), rngs=RNGS, **OPTIONS)),
+        (HEADS, SIZE),
+        (D,),
+    ),
+    "nnx.Einsum to heads": (
+        of_nnx(nnx.Einsum("btd,dnh->btnh", (D, HEADS, SIZE), **EINSUM)),
+        (D,),
+        (HEADS, SIZE),
+    ),
+    "nnx.Einsum of heads": (
+        of_nnx(nnx.Einsum("btnh,nhd->btd", (HEADS, SIZE, D), **EINSUM)),
         (HEADS, SIZE),
         (D,),
     ),
@@ -247,11 +258,28 @@ def test_arguments_of_dot_general():
         Fp8DotGeneral(ROWWISE)(jnp.ones((2, 3, D)), jnp.ones((2, 3, D)), scores)
 
 
+def test_subscripts():
+    """The axes of the result have any order. What is no linear layer is an error."""
+    x, w = make_args((4, 6, D), (HEADS * SIZE,))[:2]
+    w = w[0].reshape(D, HEADS, SIZE)
+    fp8 = Fp8Einsum(ROWWISE)
+    y = fp8("btd,dnh->btnh", x, w)
+    assert y.shape == (4, 6, HEADS, SIZE)
+    assert jnp.array_equal(fp8("b t d, d n h -> n b t h", x, w), y.transpose(2, 0, 1, 3))
+    assert jnp.array_equal(fp8("btd,nhd->bnth", x, w.transpose(1, 2, 0)), y.swapaxes(1, 2))
+    wrong = "btd,dnh->bth", "btd,bnh->btn", "...d,dnh->...nh", "btd,dnh", "btd,ddh->bth", "btd->btd"
+    for subscripts in wrong:
+        with pytest.raises(ValueError, match=r"is no product.*give this layer jnp\.einsum"):
+            fp8(subscripts, x, w)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_options_that_fp8_does_not_have():
     wrong: Any = "fast"
     with pytest.raises(ValueError, match="recipe='fast' must be"):
         Fp8DotGeneral(wrong)
+    with pytest.raises(ValueError, match="recipe='fast' must be"):
+        Fp8Einsum(wrong)
     with pytest.raises(ValueError, match="recipe='fast' must be"):
         SwiGLU(D, F, fp8=wrong, rngs=RNGS)
     x = jnp.ones((3, D), BF16)
