@@ -63,7 +63,7 @@ def norm_implementation(config):
 
 
 def recipe(config):
-    return make_model(config).layers.mlp.fp8
+    return make_model(config).layers.mlp.recipe
 
 
 def exported(config):
