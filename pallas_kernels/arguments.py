@@ -201,6 +201,18 @@ def common_dtype(a: DTypeLike, b: DTypeLike) -> Any:
         return jnp.promote_types(a, b)
 
 
+def check_unused(kind: str, **options: tuple[Any, Any]) -> None:
+    """Raises a ValueError if an option that only another kind of layer has is not at its default.
+
+    Args:
+      kind: Layers that have the options, in the plural.
+      **options: Value and default of each option.
+    """
+    for name, (value, default) in options.items():
+        if value != default:
+            raise ValueError(f"{name}={value!r} is for {kind}; leave it at {default!r}")
+
+
 def check_config(config: Any, *classes: type, name: str = "config") -> None:
     """Raises a TypeError unless the launch parameters are None or of one of the classes."""
     if config is not None and not isinstance(config, classes):

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import check_unused
 from pallas_kernels.fp8.linear import fp8_linear
 from pallas_kernels.fp8.mlp import fp8_swiglu_mlp
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
@@ -167,14 +168,13 @@ def check_mlp_options(
     if fp8 is None:
         return
     find_recipe(fp8)
-    defaults = {"save": "gate_up", "chunk_size": None, "implementation": None}
-    given = {"save": save, "chunk_size": chunk_size, "implementation": implementation}
-    for name, value in given.items():
-        if value != defaults[name]:
-            remedy = "; pallas_kernels.require_kernels demands kernels" * (name == "implementation")
-            raise ValueError(
-                f"{name}={value!r} is for MLPs without FP8; leave it at {defaults[name]!r}{remedy}"
-            )
+    kind = "MLPs without FP8"
+    check_unused(kind, save=(save, "gate_up"), chunk_size=(chunk_size, None))
+    if implementation is not None:
+        raise ValueError(
+            f"{implementation=} is for {kind}; leave it at None; pallas_kernels.require_kernels "
+            "demands kernels"
+        )
 
 
 def _merged(a: jax.Array, *groups: Sequence[int]) -> jax.Array:
@@ -183,11 +183,11 @@ def _merged(a: jax.Array, *groups: Sequence[int]) -> jax.Array:
     Explicit axes may split the first axis of a group. The array is gathered over those that split
     another axis, because a device could not have a contiguous part of the merged one.
     """
-    splits = tuple(explicit_splits(a)[group[0]] if group else () for group in groups)
-    shape = [math.prod(a.shape[axis] for axis in group) for group in groups]
-    firsts = {group[0]: s for group, s in zip(groups, splits, strict=True) if group}
-    a = split_as(tuple(firsts.get(axis, ()) for axis in range(a.ndim)), a)
-    return _reshaped(jnp.transpose(a, [axis for group in groups for axis in group]), shape, splits)
+    sizes, firsts = a.shape, {group[0] for group in groups if group}
+    splits = [s if axis in firsts else () for axis, s in enumerate(explicit_splits(a))]
+    a = jnp.transpose(split_as(tuple(splits), a), [axis for group in groups for axis in group])
+    shape = [math.prod(sizes[axis] for axis in group) for group in groups]
+    return _reshaped(a, shape, tuple(splits[group[0]] if group else () for group in groups))
 
 
 def _reshaped(a: jax.Array, shape: Sequence[int], splits: Splits) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import check_sizes, layer_input
+from pallas_kernels.arguments import check_sizes, check_unused, layer_input
 from pallas_kernels.fp8 import Recipe, RecipeName
 from pallas_kernels.fp8.layers import check_mlp_options, gated_mlp
 from pallas_kernels.implementation import Implementation
@@ -84,12 +84,13 @@ class SwiGLU(nnx.Module):
     ):
         check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_mlp_options(fp8, save, chunk_size, implementation)
-        if use_bias and fp8 is not None:
-            raise ValueError(f"{fp8=} is for layers without biases; leave it at None")
-        if use_bias and save != "gate_up":
-            raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
-        if use_bias and chunk_size is not None:
-            raise ValueError(f"{chunk_size=} is for layers without biases; leave it at None")
+        if use_bias:
+            check_unused(
+                "layers without biases",
+                fp8=(fp8, None),
+                save=(save, "gate_up"),
+                chunk_size=(chunk_size, None),
+            )
 
         def linear(size_in: int, size_out: int, own: Mapping[str, Any]) -> nnx.Linear:
             if unknown := sorted(own.keys() - _LINEAR_OPTIONS):

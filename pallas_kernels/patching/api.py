@@ -162,15 +162,14 @@ def patch(model: nnx.Module, *, fp8: Recipe | RecipeName | None = None) -> Patch
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"patch takes an nnx.Module, got a {type(model).__name__}")
-    if fp8 is not None:
-        find_recipe(fp8)
+    recipe = None if fp8 is None else find_recipe(fp8)
     known: dict[Any, Comparison | str | None] = {}
     modules, replaced, done = [], [], set()
     inner_first = sorted(nnx.iter_modules(model), key=lambda item: -len(item[0]))
     for path, module in inner_first:
         paths = {(*path, *p) for p in candidates.parameters(module)}
         if classes.is_patched(module):
-            _check_recipe(path, module, fp8)
+            _check_recipe(path, module, recipe)
             done |= paths
         if not paths or paths <= done or not callable(module):
             continue
@@ -178,7 +177,8 @@ def patch(model: nnx.Module, *, fp8: Recipe | RecipeName | None = None) -> Patch
         if rule is None:
             continue
         if isinstance(rule, Rule) and isinstance(rule.operation, MLPRule):
-            rule = dataclasses.replace(rule, operation=dataclasses.replace(rule.operation, fp8=fp8))
+            operation = dataclasses.replace(rule.operation, recipe=recipe)
+            rule = dataclasses.replace(rule, operation=operation)
         name = type(module).__name__
         if isinstance(rule, str):
             if paths & done:  # a block around what was replaced
@@ -194,16 +194,13 @@ def patch(model: nnx.Module, *, fp8: Recipe | RecipeName | None = None) -> Patch
     return Patched(tuple(modules), tuple(replaced))
 
 
-def _check_recipe(path: Path, module: Any, fp8: Recipe | RecipeName | None) -> None:
+def _check_recipe(path: Path, module: Any, recipe: Recipe | None) -> None:
     """Raises a ValueError if a patched MLP has another recipe."""
     operation = type(module).pallas_kernels_rule.operation
-    if not isinstance(operation, MLPRule):
-        return
-    before, now = (None if r is None else find_recipe(r) for r in (operation.fp8, fp8))
-    if before != now:
+    if isinstance(operation, MLPRule) and operation.recipe != recipe:
         raise ValueError(
-            f"{name_of(path)} was patched with fp8={operation.fp8!r}, and now {fp8=}; pass the "
-            "same recipe, or call undo() of the first patch before"
+            f"{name_of(path)} was patched with fp8={operation.recipe!r}, and now fp8={recipe!r}; "
+            "pass the same recipe, or call undo() of the first patch before"
         )
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.arguments import common_dtype
-from pallas_kernels.fp8 import Recipe, RecipeName, fp8_swiglu_mlp
-from pallas_kernels.fp8.recipes import find_recipe
+from pallas_kernels.fp8 import Recipe, fp8_swiglu_mlp
 from pallas_kernels.mlp import Save, swiglu_mlp
 from pallas_kernels.norm import Casting, rms_norm
 
@@ -115,25 +114,25 @@ class MLPRule:
       up: Matrix `[D, F]`.
       down: Matrix `[F, D]`.
       save: As in `swiglu_mlp`; `"x"` puts `fp8_swiglu_mlp` into a `jax.checkpoint`.
-      fp8: Recipe of `fp8_swiglu_mlp`; None for `swiglu_mlp`.
+      recipe: Recipe of `fp8_swiglu_mlp`; None for `swiglu_mlp`.
     """
 
     gate: Matrix
     up: Matrix
     down: Matrix
     save: Save = "gate_up"
-    fp8: Recipe | RecipeName | None = None
+    recipe: Recipe | None = None
 
     @property
     def name(self) -> str:
         """Name of the operation."""
-        return "swiglu_mlp" if self.fp8 is None else "fp8_swiglu_mlp"
+        return "swiglu_mlp" if self.recipe is None else "fp8_swiglu_mlp"
 
     def run(self, module: nnx.Module, x: jax.Array, dtype: np.dtype) -> jax.Array:
         """The MLP of `x`, computed in `dtype`."""
         matrices = (m.of(value_at(module, m.path)) for m in (self.gate, self.up, self.down))
-        if self.fp8 is not None:
-            mlp = functools.partial(fp8_swiglu_mlp, recipe=self.fp8)
+        if self.recipe is not None:
+            mlp = functools.partial(fp8_swiglu_mlp, recipe=self.recipe)
             return (jax.checkpoint(mlp) if self.save == "x" else mlp)(x.astype(dtype), *matrices)
         return swiglu_mlp(x.astype(dtype), *matrices, save=self.save)
 
@@ -147,7 +146,7 @@ class MLPRule:
         return (z * sigmoid * (x @ up)) @ down
 
     def __str__(self) -> str:
-        recipe = "" if self.fp8 is None else f", recipe={find_recipe(self.fp8).name!r}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name!r}"
         save = "" if self.save == "gate_up" else f", save={self.save!r}"
         return f"{self.name}({self.gate}, {self.up}, {self.down}{recipe}{save})"
 

@@ -24,13 +24,20 @@ ROWWISE = SMALL["rowwise"]
 D, HEADS, SIZE, F = 24, 4, 8, 40
 OPTIONS: dict[str, Any] = {"use_bias": False, "dtype": BF16, "dot_general": Fp8DotGeneral(ROWWISE)}
 RNGS = nnx.Rngs(0)
+KERNEL = ("kernel",)
 EINSUM: dict[str, Any] = {"dtype": BF16, "rngs": RNGS, "einsum_op": Fp8Einsum(ROWWISE)}
 
 
-def of_nnx(layer):
-    """The layer as a function of its input and its kernel."""
-    graphdef, state = nnx.split(layer)
-    return lambda x, kernel: nnx.merge(graphdef, jax.tree.map(lambda _: kernel, state))(x)
+def of_nnx(module, *paths):
+    """The module as a function of its input and of its parameters at these paths."""
+    graphdef, state = nnx.split(module)
+
+    def call(x, *kernels):
+        flat = dict(nnx.to_flat_state(state))
+        flat |= {p: flat[p].replace(k) for p, k in zip(paths, kernels, strict=True)}
+        return nnx.merge(graphdef, nnx.from_flat_state(flat))(x)
+
+    return call
 
 
 def of_linen(module):
@@ -39,24 +46,24 @@ def of_linen(module):
 
 # The function, and the axes of the kernel that are contracted and that are not.
 LINEAR = {
-    "nnx.Linear": (of_nnx(nnx.Linear(D, 13, rngs=RNGS, **OPTIONS)), (D,), (13,)),
+    "nnx.Linear": (of_nnx(nnx.Linear(D, 13, rngs=RNGS, **OPTIONS), KERNEL), (D,), (13,)),
     "nnx.LinearGeneral to heads": (
-        of_nnx(nnx.LinearGeneral(D, (HEADS, SIZE), rngs=RNGS, **OPTIONS)),
+        of_nnx(nnx.LinearGeneral(D, (HEADS, SIZE), rngs=RNGS, **OPTIONS), KERNEL),
         (D,),
         (HEADS, SIZE),
     ),
     "nnx.LinearGeneral of heads": (
-        of_nnx(nnx.LinearGeneral((HEADS, SIZE), D, axis=(-2, -1), rngs=RNGS, **OPTIONS)),
+        of_nnx(nnx.LinearGeneral((HEADS, SIZE), D, axis=(-2, -1), rngs=RNGS, **OPTIONS), KERNEL),
         (HEADS, SIZE),
         (D,),
     ),
     "nnx.Einsum to heads": (
-        of_nnx(nnx.Einsum("btd,dnh->btnh", (D, HEADS, SIZE), **EINSUM)),
+        of_nnx(nnx.Einsum("btd,dnh->btnh", (D, HEADS, SIZE), **EINSUM), KERNEL),
         (D,),
         (HEADS, SIZE),
     ),
     "nnx.Einsum of heads": (
-        of_nnx(nnx.Einsum("btnh,nhd->btd", (HEADS, SIZE, D), **EINSUM)),
+        of_nnx(nnx.Einsum("btnh,nhd->btd", (HEADS, SIZE, D), **EINSUM), KERNEL),
         (HEADS, SIZE),
         (D,),
     ),
@@ -153,22 +160,10 @@ def check_mlp(layer, args):
     assert_as_accurate(got, plain, exact, names=("y", "dx", "dw_gate", "dw_up", "dw_down"))
 
 
-def with_kernels(module, names):
-    """The module as a function of its input and of the parameters at these paths."""
-    graphdef, state = nnx.split(module)
-
-    def call(x, *kernels):
-        flat = dict(nnx.to_flat_state(state))
-        flat |= {n: flat[n].replace(k) for n, k in zip(names, kernels, strict=True)}
-        return nnx.merge(graphdef, nnx.from_flat_state(flat))(x)
-
-    return call
-
-
 def test_gated_mlp():
-    names = [(f"{name}_proj", "kernel") for name in ("gate", "up", "down")]
+    paths = [(f"{name}_proj", "kernel") for name in ("gate", "up", "down")]
     module = SwiGLU(D, F, fp8=ROWWISE, rngs=RNGS)
-    check_mlp(with_kernels(module, names), mlp_args((2, 13, D), F))
+    check_mlp(of_nnx(module, *paths), mlp_args((2, 13, D), F))
 
 
 def test_gated_mlp_of_linen():
@@ -182,12 +177,12 @@ def test_gated_mlp_of_linen():
 
 def test_patched_mlps():
     """`patch` gives MLPs the recipe; and nothing to a module that is patched without it."""
-    names = [("dense", name, "kernel") for name in ("w2", "w1", "w3")]
+    paths = [("dense", name, "kernel") for name in ("w2", "w1", "w3")]
     module = foreign_modules.Projections()
     patched = patch(module, fp8=ROWWISE)
     text = "fp8_swiglu_mlp(dense.w2.kernel, dense.w1.kernel, dense.w3.kernel, recipe='rowwise')"
     assert [m.operation for m in patched.modules] == [text]
-    check_mlp(with_kernels(module, names), mlp_args((2, 13, foreign_modules.D), foreign_modules.F))
+    check_mlp(of_nnx(module, *paths), mlp_args((2, 13, foreign_modules.D), foreign_modules.F))
     assert patch(module, fp8=ROWWISE).modules == ()
     with pytest.raises(ValueError, match=r"was patched with fp8=Recipe.*and now fp8=None; pass"):
         patch(module)
