@@ -67,7 +67,8 @@ def over_auto_axes(
         mesh, splits = mesh_and_splits(mesh, [a.sharding for a in args], [a.ndim for a in args])
         splits = [_even(split, a.shape, mesh) for split, a in zip(splits, args, strict=True)]
         members, splits = _members_apart(levels, splits)
-        layout = Layout.make(roles, whole, splits)
+        shapes = [a.shape[a.ndim - len(s) :] for a, s in zip(args, splits, strict=True)]
+        layout = Layout.make(roles, whole, splits, shapes, mesh.shape)
         layout.warn_of_repeated_work()
         if has_mesh and roles.parts and not any(isinstance(role, Weight) for role in roles.args):
             # Nothing else can use a mesh axis. With weights, `Layout` knows what is gathered.
@@ -83,13 +84,14 @@ def over_auto_axes(
         run = layout.of_device(local, key, roles, levels, dtypes)
         return mesh, run, shardings(of_results), shardings(of_args)
 
-    rule, factors_that_are_whole = _rule(roles, ranks, levels)
+    rule, factors_that_are_whole, sizes = _rule(roles, ranks, levels)
     split = custom_partitioning(of_whole_arrays)
     split.def_partition(
         partition=partition,
         sharding_rule=rule,
         need_replication_factors=factors_that_are_whole,
         decode_shardings=False,  # JAX raises where a part of a mesh axis splits an array
+        **sizes,
     )
     # JAX cannot batch a function that XLA partitions.
     run = jax.custom_batching.custom_vmap(split)
@@ -152,18 +154,25 @@ def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
     return tuple(even)
 
 
-def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tuple[str, ...]]:
-    """Shardy's rule, and the factors (names of axes) in it that are whole on every device."""
+def _rule(
+    roles: Roles, ranks: Sequence[int], levels: Levels
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """Shardy's rule, the factors (names of axes) in it that are whole on every device, and sizes.
+
+    The sizes are those of factors that are no axis of an array. An axis with blocks has two
+    factors, its blocks and what is in a block.
+    """
     num_leading = next(
         rank - len(role.features)
         for role, rank in zip(roles.args, ranks, strict=True)
         if isinstance(role, Tokens)
     )
     leading = [f"t{i}" for i in range(num_leading)]
+    may_be_split = {*roles.parts, *roles.blocks}
     whole: list[str] = []
 
     def of_tokens(role: Any) -> list[str]:
-        whole.extend(name for name in role.features if name not in roles.parts)
+        whole.extend(name for name in role.features if name not in may_be_split)
         if isinstance(role, TokensLast):
             merged = f"({' '.join(leading)})" if num_leading > 1 else leading[0]
             return [*role.features, merged]
@@ -171,7 +180,8 @@ def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tupl
 
     def of_weight(index: int, role: Any) -> list[str]:
         # An axis that is gathered here is a factor of its own, which XLA need not make whole.
-        return [name if name in roles.parts else f"{name}_of{index}" for name in role.axes]
+        linked = () if roles.apart else roles.parts
+        return [name if name in linked else f"{name}_of{index}" for name in role.axes]
 
     args = [
         of_weight(i, role) if isinstance(role, Weight) else of_tokens(role)
@@ -182,14 +192,17 @@ def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tupl
         match role:
             case GradientOf(index):
                 results.append(args[index])
-            case Replicated(num_axes):
-                own = [f"r{i}x{axis}" for axis in range(num_axes)]
-                whole.extend(own)
+            case Replicated(axes):
+                own = [name if name in roles.parts else f"r{i}x{j}" for j, name in enumerate(axes)]
+                whole.extend(name for name in own if name not in roles.parts)
                 results.append(own)
             case _:
                 results.append(of_tokens(role))
     members = [f"m{i}" for i in range(len(levels))]
     of_args = _behind_members(members, levels, args)
     of_results = [(*members, *factors) for factors in results]
-    text = lambda many: ", ".join(" ".join(factors) for factors in many)
-    return f"{text(of_args)} -> {text(of_results)}", tuple(dict.fromkeys(whole))
+    pairs = list(zip(roles.parts, roles.blocks, strict=True)) if roles.blocks else []
+    in_rule = {part: f"({blocks} in_{blocks})" for part, blocks in pairs}
+    text = lambda many: ", ".join(" ".join(in_rule.get(n, n) for n in names) for names in many)
+    sizes = {f"in_{blocks}": roles.unit for blocks in roles.blocks}
+    return f"{text(of_args)} -> {text(of_results)}", tuple(dict.fromkeys(whole)), sizes

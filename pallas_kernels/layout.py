@@ -19,8 +19,9 @@ their gradients after.
 
 import dataclasses
 import itertools
+import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +64,13 @@ class TokensLast:
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """A result that is the same on all devices, such as a scale.
+    """A result that is the same on all devices of the tokens, such as a scale.
 
     Attributes:
-      num_axes: Number of its axes.
+      axes: Names of its axes.
     """
 
-    num_axes: int = 0
+    axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +109,20 @@ class Roles:
       args: Roles of the arguments.
       results: Roles of the results.
       parts: Names of the axes that may stay split while a device computes.
+      unit: Number of which a device's part of each axis in `parts` must be a multiple. An axis with
+        other parts is gathered.
+      blocks: Name of an axis for each of `parts`, or (). The axis has one entry for `unit` entries
+        of the part, and is split alike. `unit` divides the part.
+      apart: Whether the splits of weights have no influence on how XLA splits tokens. Otherwise XLA
+        splits a part alike in weights and in arrays of tokens.
     """
 
     args: tuple[Tokens | TokensLast | Weight, ...]
     results: tuple[Tokens | TokensLast | Replicated | GradientOf, ...]
     parts: tuple[str, ...] = ()
+    unit: int = 1
+    blocks: tuple[str, ...] = ()
+    apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +166,14 @@ class Layout:
     place: Place
 
     @classmethod
-    def make(cls, roles: Roles, whole: Place, splits: Sequence[Splits]) -> "Layout":
+    def make(
+        cls,
+        roles: Roles,
+        whole: Place,
+        splits: Sequence[Splits],
+        shapes: Sequence[Sequence[int]],
+        sizes: Mapping[str, int],
+    ) -> "Layout":
         """The layout to compute in, for arguments with these splits.
 
         Example: the mesh axis `data` splits the batch of `x [B, S, D]`. A weight `[D, F]` is split
@@ -169,7 +186,8 @@ class Layout:
                 parts=("F",),
             )
             of_x, of_weight = (("data",), (), ()), (("data",), ("tensor",))
-            layout = Layout.make(roles, Place(parts=((),)), (of_x, of_weight))
+            shapes, sizes = ((4, 16, 8), (8, 32)), {"data": 2, "tensor": 2}
+            layout = Layout.make(roles, Place(parts=((),)), (of_x, of_weight), shapes, sizes)
 
         A device gathers the weight's axis D over `data`, which splits tokens, and keeps its own
         columns of F. Its result has these columns, and its gradient is split as the weight is::
@@ -184,11 +202,20 @@ class Layout:
           roles: Roles of the arguments and of the results.
           whole: Place of whole arrays, with the Manual axes over which the caller has split parts.
           splits: Splits that the arguments have.
+          shapes: Shapes of the arguments.
+          sizes: Number of devices of each mesh axis.
         """
         leading = _leading(roles, splits)
         tokens = tuple(itertools.chain(*leading))
-        parts = tuple(_part(name, roles, splits, tokens) for name in roles.parts)
-        kept = dict(zip(roles.parts, parts, strict=True))
+        kept: dict[str, Split] = {}
+        for name in roles.parts:
+            # A mesh axis splits one axis of an array.
+            others = [kept[other] for other in kept if _share_an_array(roles, name, other)]
+            used = {*tokens, *itertools.chain(*others)}
+            kept[name] = _part(name, roles, splits, used, shapes, sizes)
+        parts = tuple(kept.values())
+        if roles.blocks:
+            kept |= zip(roles.blocks, parts, strict=True)
 
         def of_tokens(role: Any) -> Splits:
             features = tuple(kept.get(name, ()) for name in role.features)
@@ -214,8 +241,8 @@ class Layout:
             match role:
                 case GradientOf(index):
                     results.append(args[index])
-                case Replicated(num_axes):
-                    results.append(((),) * num_axes)
+                case Replicated(axes):
+                    results.append(tuple(kept.get(name, ()) for name in axes))
                 case _:
                     results.append(of_tokens(role))
         all_parts = tuple(map(operator.add, whole.parts, parts))
@@ -304,21 +331,43 @@ def _leading(roles: Roles, splits: Sequence[Splits]) -> Splits:
     return next((s for s in of_tokens if any(s)), of_tokens[0])
 
 
-def _part(name: str, roles: Roles, splits: Sequence[Splits], tokens: Split) -> Split:
-    """The mesh axes over which a named axis stays split: those of an array that split no tokens.
+def _share_an_array(roles: Roles, *names: str) -> bool:
+    """Whether an argument has all of these axes."""
+    named = (role.axes if isinstance(role, Weight) else role.features for role in roles.args)
+    return any(set(names) <= set(axes) for axes in named)
+
+
+def _part(
+    name: str,
+    roles: Roles,
+    splits: Sequence[Splits],
+    used: set[str],
+    shapes: Sequence[Sequence[int]],
+    sizes: Mapping[str, int],
+) -> Split:
+    """The mesh axes over which a named axis stays split: those of an array that are not used.
 
     The array is a weight, or has tokens if no weight has the axis.
     """
-    pairs = list(zip(roles.args, splits, strict=True))
-    of_weights = [(r.axes, split) for r, split in pairs if isinstance(r, Weight) and name in r.axes]
-    of_tokens = [
-        (r.features, split[len(split) - len(r.features) :])
-        for r, split in pairs
-        if isinstance(r, Tokens) and name in r.features
-    ]
-    for names, split in of_weights or of_tokens:
-        if found := tuple(n for n in split[names.index(name)] if n not in tokens):
-            return found
+    of_weights, of_tokens = [], []
+    for role, split, shape in zip(roles.args, splits, shapes, strict=True):
+        if isinstance(role, Weight) and name in role.axes:
+            axis = role.axes.index(name)
+            of_weights.append((shape[axis], split[axis]))
+        elif isinstance(role, Tokens) and name in role.features:
+            axis = role.features.index(name) - len(role.features)
+            of_tokens.append((shape[axis], split[axis]))
+    for size, split in of_weights or of_tokens:
+        if found := tuple(n for n in split if n not in used):
+            num_devices = math.prod(sizes[n] for n in found)
+            if size % (roles.unit * num_devices) == 0:
+                return found
+            log_once(
+                f"each device gathers an axis of {size} that the mesh axes {found} split, because "
+                f"a part of {size // num_devices} is no multiple of {roles.unit}; pad the axis, or "
+                "split it over fewer devices"
+            )
+            return ()
     return ()
 
 

@@ -229,8 +229,10 @@ def _over_explicit_axes(
     # An axis of one device splits nothing: it decides neither kernels nor exchanges. Only the types
     # of the results name it.
     several = axes_of_kind(mesh, AxisType.Explicit)
-    layout = Layout.make(roles, whole, [_only(several, splits) for splits in types])
-    of_types = Layout.make(roles, whole, types).results
+    shapes = [a.shape for a in args]
+    layout_of = lambda splits: Layout.make(roles, whole, splits, shapes, mesh.shape)
+    layout = layout_of([_only(several, splits) for splits in types])
+    of_types = layout_of(types).results
     results_as = [
         named if _only(several, named) == own else own
         for named, own in zip(of_types, layout.results, strict=True)

@@ -43,8 +43,8 @@ from pallas_kernels.fp8 import (
     quantize_transposed,
     reference,
 )
+from pallas_kernels.fp8.casts import Axes
 from pallas_kernels.fp8.types import E4M3, BlockwiseInt8
-from pallas_kernels.layout import Place
 from pallas_kernels.mlp.reference import swiglu_gradients
 
 # Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
@@ -96,7 +96,7 @@ def swiglu_by_kernels(
 ) -> Any:
     """All FP8 copies that the backward of `fp8_swiglu_mlp` needs, by its two kernels."""
     with require_kernels():
-        return mlp.swiglu_backward(gate, up, dproduct, recipe, (True,) * 4, Place())
+        return mlp.swiglu_backward(gate, up, dproduct, recipe, (True,) * 4, Axes())
 
 
 def swiglu_in_pieces(

@@ -1,12 +1,13 @@
-"""Quantization of a device's own tokens with the scales of all tokens, as a recipe says.
+"""Quantization of a device's part of a tensor, as a recipe says.
 
-On a mesh a scale that spans tokens comes from the maxima of all devices. So a result does not
-depend on the number of devices.
+On a mesh a scale that spans tokens comes from the maxima of all devices, and so does the scale of a
+tensor. With row scales a device that has only some columns scales its own part of each row: its
+product is a partial sum, to which its own scales apply. So a scale spans a row or less.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,33 +23,48 @@ from pallas_kernels.fp8.quantize import (
 from pallas_kernels.fp8.recipes import Cast
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.gpu.device import reason_not_here
-from pallas_kernels.layout import Place
+from pallas_kernels.layout import Split
 
 
-def cast_one(
-    a: jax.Array, cast: Cast, place: Place, *, maxima: jax.Array | None = None
-) -> Quantized:
-    """A device's tokens `[T, K]`, quantized along K; the scale is that of all tokens.
+class Axes(NamedTuple):
+    """The mesh axes that split a tensor of tokens.
+
+    Attributes:
+      tokens: Axes that split its tokens.
+      columns: Axes that split its other axis.
+    """
+
+    tokens: Split = ()
+    columns: Split = ()
+
+    def of_scales(self, cast: Cast) -> Split:
+        """The axes over whose devices the scale of a tensor, or of a column, extends."""
+        return self.tokens + (self.columns if cast.scaling == "tensor" else ())
+
+
+def cast_one(a: jax.Array, cast: Cast, axes: Axes, *, maxima: jax.Array | None = None) -> Quantized:
+    """A device's part `[T, K]` of a tensor, quantized along K.
 
     `maxima` are largest magnitudes of parts of `a`, from the kernel that made `a`. They save a pass
     over `a` if it has one scale.
     """
-    if cast.scaling == "tensor" and (place.tokens or maxima is not None):
-        return cast_part(a, cast, column_axes=place.tokens, transposed=False, maxima=maxima)[0]
+    shared = axes.of_scales(cast)
+    if cast.scaling == "tensor" and (shared or maxima is not None):
+        return cast_part(a, cast, column_axes=shared, transposed=False, maxima=maxima)[0]
     return quantize(a, cast.dtype, scaling=cast.scaling)
 
 
-def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quantized]:
+def cast_both(a: jax.Array, cast: Cast, axes: Axes) -> tuple[Quantized, Quantized]:
     """`cast_one` in both memory orders, the second `[K, T]`."""
-    if place.tokens:
-        return cast_part(a, cast, column_axes=place.tokens)
+    if shared := axes.of_scales(cast):
+        return cast_part(a, cast, column_axes=shared)
     return quantize_both(a, cast.dtype, scaling=cast.scaling)
 
 
-def cast_transposed(a: jax.Array, cast: Cast, place: Place) -> Quantized:
+def cast_transposed(a: jax.Array, cast: Cast, axes: Axes) -> Quantized:
     """The second result of `cast_both` alone."""
-    if place.tokens:
-        return cast_part(a, cast, column_axes=place.tokens, row_major=False)[1]
+    if shared := axes.of_scales(cast):
+        return cast_part(a, cast, column_axes=shared, row_major=False)[1]
     return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
 
 
@@ -70,7 +86,7 @@ def cast_computed(
     compute: Callable[..., Sequence[jax.Array]],
     casts: Sequence[Cast],
     wanted: Sequence[tuple[bool, bool]],
-    place: Place,
+    split: Axes,
     *,
     name: str,
 ) -> list[tuple[Quantized | None, Quantized | None]]:
@@ -87,7 +103,7 @@ def cast_computed(
         pieces of the tensors in the dtype of the other arrays.
       casts: Cast of each tensor.
       wanted: Whether to make the row-major copy of each tensor, and the transposed copy.
-      place: Place of the device in the mesh.
+      split: Mesh axes that split the tensors.
       name: Beginning of the kernels' names.
     """
     # The maximum of a tensor comes from those of its columns, which lanes compare once a block.
@@ -98,11 +114,12 @@ def cast_computed(
     maxima = amax.amax_of_computed(arrays, compute, axes, name=f"{name}_amax")
     scales = []
     for (by_row, by_column), cast, copies in zip(maxima, casts, wanted, strict=True):
+        shared = split.of_scales(cast)
         if by_column is not None and cast.scaling == "tensor":
-            largest = over_devices(reference.amax_of(by_column, axis=None), place.tokens)
+            largest = over_devices(reference.amax_of(by_column, axis=None), shared)
             by_row, by_column = (largest if is_wanted else None for is_wanted in copies)
         else:
-            by_column = over_devices(by_column, place.tokens)
+            by_column = over_devices(by_column, shared)
         scale_of = functools.partial(reference.scale_of, dtype=cast.dtype)
         scales.append(jax.tree.map(scale_of, (by_row, by_column)))  # None is no leaf
     dtypes = tuple(cast.dtype for cast in casts)

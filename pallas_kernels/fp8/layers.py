@@ -86,8 +86,8 @@ class Fp8DotGeneral:
         x = _merged(lhs, *([axis] for axis in tokens), of_input)
         y = fp8_linear(x, _merged(rhs, of_weight, columns), recipe=self.recipe)
         shape = *y.shape[:-1], *(rhs.shape[axis] for axis in columns)
-        whole = ((),) * len(columns)  # an axis that splits N gathers the weight
-        y = _reshaped(y, shape, (*explicit_splits(y)[:-1], *whole))
+        whole = ((),) * (len(columns) - 1)
+        y = _reshaped(y, shape, (*explicit_splits(y), *whole)[: len(shape)])
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 

@@ -15,12 +15,16 @@ the bytes of `x`, under the name `fp8_x` of `jax.checkpoint` policies. If the re
 in FP8, the backward reads `x`. Weights are quantized by `quantize_weight`, once a step. The
 gradient goes to the weight before quantization, as if quantization were the identity.
 
-On a mesh each device computes its own tokens, and the weights are gathered in FP8. The scales of
-activations are those of all tokens, so a result does not depend on the number of devices.
+On a mesh each device computes its own tokens, and weights are gathered in FP8 over the mesh axes
+that split tokens. Over other axes K or N may stay split (tensor parallelism). With a part of K a
+device has a partial sum of `y`, and with a part of N one of `dx`. Devices add up the partial sums
+in the dtype of `x`.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.choices import inside_of, required_by
-from pallas_kernels.fp8.casts import cast_both, cast_one
+from pallas_kernels.fp8.casts import Axes, cast_both, cast_one
 from pallas_kernels.fp8.products import Accumulation, choose_fp8_matmul, fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
@@ -51,6 +55,7 @@ from pallas_kernels.layout import (
     Place,
     Replicated,
     Roles,
+    Split,
     Tokens,
     TokensLast,
     Weight,
@@ -145,7 +150,8 @@ def fp8_linears(
 
 def roles_of_kept(recipe: Recipe, feature: str) -> tuple[TokensLast, Replicated]:
     """The roles of an input that the forward has quantized for wgrad."""
-    return TokensLast((feature,)), Replicated(0 if recipe.inputs.scaling == "tensor" else 2)
+    of_scale = () if recipe.inputs.scaling == "tensor" else (feature, "one")
+    return TokensLast((feature,)), Replicated(of_scale)
 
 
 def roles_of_x(kept: Arrays, feature: str) -> list[Tokens | TokensLast | Weight]:
@@ -223,9 +229,15 @@ class _Linears:
         roles = Roles(
             (Tokens(("k",)), *roles_of_copies(copies, [(f"n{i}", "k") for i in range(n)])),
             (*results, *(roles_of_kept(self.recipe, "k") if keep else ())),
+            self._parts,
+            apart=True,
         )
         arrays = jax.tree.leaves(copies)
         return partitioned(_forward_of, (self, keep), roles, args[0], *arrays)
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return "k", *(f"n{i}" for i in range(self.number))
 
     def num_residuals(self, wanted: Mask) -> int:
         needs_x = any(wanted[1 : 1 + self.number])
@@ -252,7 +264,7 @@ class _Linears:
         asked_for = tuple(g for g, w in zip(gradients, wanted[: 1 + n], strict=True) if w)
         of_copies = roles_of_copies(copies, [("k", f"n{i}") for i in range(n)])
         arrays = *dys, *kept, *jax.tree.leaves(copies)
-        roles = Roles((*of_tokens, *of_copies), asked_for)
+        roles = Roles((*of_tokens, *of_copies), asked_for, self._parts, apart=True)
         gradients = partitioned(_backward_of, (self, wanted[: 1 + n]), roles, *arrays)
         return [*gradients, *zeros_of_copies(copies, wanted[1 + n :])]
 
@@ -264,16 +276,18 @@ class _Linears:
 def _forward_of(key: tuple[_Linears, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `(*ys, *kept)`."""
     operation, keep = key
-    recipe = operation.recipe
+    recipe, of_k = operation.recipe, place.parts[0]
+    axes = Axes(place.tokens, of_k)
 
     @inside_of("fp8_linear")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         if keep:
-            quantized, transposed = cast_both(rows(x), recipe.inputs, place)
+            quantized, transposed = cast_both(rows(x), recipe.inputs, axes)
             kept = transposed.values, transposed.scale
         else:
-            quantized, kept = cast_one(rows(x), recipe.inputs, place), ()
+            quantized, kept = cast_one(rows(x), recipe.inputs, axes), ()
         ys = [product_in_layer(quantized, w, x.dtype, recipe.forward) for w in pairs(arrays)]
+        ys = jax.lax.psum(ys, of_k)
         return *(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys), *kept
 
     return run
@@ -283,6 +297,7 @@ def _backward_of(key: tuple[_Linears, Mask], place: Place) -> Callable[..., Arra
     """The backward of a device's tokens: the wanted of `(dx, *dweights)`."""
     operation, wanted = key
     recipe, n = operation.recipe, operation.number
+    all_axes = [Axes(place.tokens, of_n) for of_n in place.parts[1:]]
 
     @inside_of("fp8_linear")
     def run(*arrays: jax.Array) -> Arrays:
@@ -290,10 +305,12 @@ def _backward_of(key: tuple[_Linears, Mask], place: Place) -> Callable[..., Arra
         dys, rest = jax.lax.optimization_barrier(arrays[:n]), arrays[n:]
         kept, copies = rest[: -2 * n], pairs(rest[-2 * n :])
         operands = [
-            operands_of_gradient(dy, recipe, w, place)
-            for dy, w in zip(dys, wanted[1:], strict=True)
+            operands_of_gradient(dy, recipe, w, axes)
+            for dy, w, axes in zip(dys, wanted[1:], all_axes, strict=True)
         ]
-        return gradients(operands, copies, kept, recipe, wanted, operation.dtypes, like=dys[0])
+        return gradients(
+            operands, copies, kept, recipe, wanted, operation.dtypes, place.parts[1:], like=dys[0]
+        )
 
     return run
 
@@ -305,12 +322,13 @@ def gradients(
     recipe: Recipe,
     wanted: Mask,
     dtypes: Sequence[Any],
+    columns: Sequence[Split],
     *,
     like: jax.Array,
 ) -> list[jax.Array]:
     """The wanted of `(dx, *dweights)` for products `x @ w` of one `x`, of a device's own tokens.
 
-    `dx` is the sum of one product for each weight.
+    `dx` is the sum of one product for each weight, over all columns.
 
     Args:
       operands: Operands of dgrad and of wgrad for each result, from `operands_of_gradient`.
@@ -319,27 +337,31 @@ def gradients(
       recipe: Recipe.
       wanted: Whether the gradients of `x` and of each weight are wanted.
       dtypes: Dtypes of the weights.
+      columns: Mesh axes that split the columns N of each weight.
       like: An array with the axes of tokens and the dtype of `x`.
     """
     x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
-    dx, dweights = None, []
-    for (of_dx, of_dw), copy, of_weight, is_wanted in zip(
-        operands, copies, dtypes, wanted[1:], strict=True
+    sums, dweights = {}, []  # sums by the mesh axes over which they are partial
+    for (of_dx, of_dw), copy, of_weight, of_n, is_wanted in zip(
+        operands, copies, dtypes, columns, wanted[1:], strict=True
     ):
         if wanted[0]:
             part = fp8_matmul(of_dx, copy, out_dtype=like.dtype, accumulation=recipe.dgrad)
-            dx = part if dx is None else dx + part
+            sums[of_n] = sums[of_n] + part if of_n in sums else part
         if is_wanted:
             assert x is not None  # the forward has kept it
             dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, of_weight))
-    return dweights if dx is None else [dx.reshape(*like.shape[:-1], dx.shape[-1]), *dweights]
+    if not sums:
+        return dweights
+    dx = functools.reduce(operator.add, [jax.lax.psum(a, axes) for axes, a in sums.items()])
+    return [dx.reshape(*like.shape[:-1], dx.shape[-1]), *dweights]
 
 
 def operands_of_gradient(
-    dy: jax.Array, recipe: Recipe, dw_is_wanted: bool, place: Place
+    dy: jax.Array, recipe: Recipe, dw_is_wanted: bool, axes: Axes
 ) -> tuple[Quantized, Quantized | jax.Array]:
     """The operands of dgrad and of wgrad, from the gradient of a product's result."""
     dy = rows(dy)
     if recipe.wgrad is not None and dw_is_wanted:
-        return cast_both(dy, recipe.gradients, place)
-    return cast_one(dy, recipe.gradients, place), dy
+        return cast_both(dy, recipe.gradients, axes)
+    return cast_one(dy, recipe.gradients, axes), dy

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.choices import inside_of, record, required_by
 from pallas_kernels.fp8 import gated_kernel, reference
 from pallas_kernels.fp8.casts import (
+    Axes,
     cast_both,
     cast_computed,
     cast_one,
@@ -47,7 +48,7 @@ from pallas_kernels.fp8.linear import (
 )
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
-from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
+from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, Quantized
 from pallas_kernels.fp8.weights import (
     QuantizedWeight,
     arguments,
@@ -146,7 +147,8 @@ class _MLP:
             *(2 * _KEPT if keep else ()),
             *(roles_of_kept(self.recipe, "d") if keep_transposed else ()),
         )
-        roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
+        of_args = _X, *roles_of_copies(copies, _FORWARD_AXES)
+        roles = _roles(of_args, (_X, *kept), copies[2].values.shape[1], has_blocks=keep)
         key = self, keep, keep_transposed
         return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
 
@@ -172,7 +174,8 @@ class _MLP:
         of_tokens = _X, *_KEPT, *_KEPT, *roles_of_x(kept[4:], "d")
         gradients = _X, *(GradientOf(len(of_tokens) + 2 * i) for i in range(3))
         asked_for = tuple(g for g, w in zip(gradients, wanted[:4], strict=True) if w)
-        roles = Roles((*of_tokens, *roles_of_copies(copies, _DGRAD_AXES)), asked_for)
+        of_args = *of_tokens, *roles_of_copies(copies, _DGRAD_AXES)
+        roles = _roles(of_args, asked_for, copies[2].values.shape[0], has_blocks=True)
         arrays = dy, *kept, *jax.tree.leaves(copies)
         found = partitioned(_backward_of, (self, wanted[:4]), roles, *arrays)
         return [*found, *zeros_of_copies(copies, wanted[4:])]
@@ -182,10 +185,18 @@ class _MLP:
         return None
 
 
+def _roles(args: Any, results: Any, num_columns: int, *, has_blocks: bool) -> Roles:
+    """The roles. Parts of F have whole blocks of columns, each with a scale of gate and of up."""
+    blocks = ("blocks",) if has_blocks and num_columns % BLOCK == 0 else ()
+    return Roles(args, results, ("f",), unit=BLOCK, blocks=blocks)
+
+
 def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `y`, then values and scales of what is kept."""
     operation, keep, keep_transposed = key
     recipe = operation.recipe
+    (of_f,) = place.parts
+    of_x, of_product = Axes(place.tokens), Axes(place.tokens, of_f)
 
     @inside_of("fp8_swiglu_mlp")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -197,10 +208,10 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
 
         kept = ()
         if keep_transposed:
-            quantized, transposed = cast_both(rows(x), recipe.inputs, place)
+            quantized, transposed = cast_both(rows(x), recipe.inputs, of_x)
             kept = transposed.values, transposed.scale
         else:
-            quantized = cast_one(rows(x), recipe.inputs, place)
+            quantized = cast_one(rows(x), recipe.inputs, of_x)
         # The kernel has no sums but the fast ones.
         if recipe.forward == "fast" and gated_kernel.runs(x, of_gate):
             activated, gate_and_up, maxima = gated_kernel.gated(
@@ -215,7 +226,8 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
             pair = [rows(multiply(quantized, w)) for w in (of_gate, of_up)]
             activated, maxima = swiglu(*pair), None
             gate_and_up = map(reference.blockwise_int8, pair) if keep else ()
-        y = multiply(cast_one(activated, recipe.inputs, place, maxima=maxima), of_down)
+        y = multiply(cast_one(activated, recipe.inputs, of_product, maxima=maxima), of_down)
+        y = jax.lax.psum(y, of_f)
         like_x = lambda values: values.reshape(*x.shape[:-1], values.shape[-1])
         return y, *(a for q in gate_and_up for a in (like_x(q.values), q.scale)), *kept
 
@@ -226,15 +238,19 @@ def _backward_of(key: tuple[_MLP, Mask], place: Place) -> Callable[..., Arrays]:
     """The backward of a device's tokens: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
     operation, wanted = key
     recipe, dtypes = operation.recipe, operation.dtypes
+    (of_f,) = place.parts
+    of_y, of_gate = Axes(place.tokens), Axes(place.tokens, of_f)
 
     @inside_of("fp8_swiglu_mlp")
     def run(dy: jax.Array, *rest: jax.Array) -> Any:
         kept, copies = rest[4:-6], pairs(rest[-6:])
         gate, up = (BlockwiseInt8(rows(v), s) for v, s in (rest[:2], rest[2:4]))
-        of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
+        of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], of_y)
         dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
-        *operands, activated = swiglu_backward(gate, up, dproduct, recipe, wanted, place)
-        found = gradients(operands, copies[:2], kept, recipe, wanted[:3], dtypes[:2], like=dy)
+        *operands, activated = swiglu_backward(gate, up, dproduct, recipe, wanted, of_gate)
+        found = gradients(
+            operands, copies[:2], kept, recipe, wanted[:3], dtypes[:2], (of_f, of_f), like=dy
+        )
         if wanted[3]:
             found.append(gradient_of_weight(activated, dy_of_dw, recipe.wgrad, dtypes[2]))
         return found
@@ -248,7 +264,7 @@ def swiglu_backward(
     dproduct: jax.Array,
     recipe: Recipe,
     wanted: Mask,
-    place: Place,
+    axes: Axes,
 ) -> tuple[Any, Any, Any]:
     """The operands of dgrad and wgrad for dgate and for dup, and the product as one of wgrad."""
     reason = why_no_kernel(dproduct)
@@ -262,15 +278,15 @@ def swiglu_backward(
             _gradients_in_kernels,
             (recipe.gradients, recipe.gradients, recipe.inputs),
             ((wanted[0], wanted[1]), (wanted[0], wanted[2]), (False, wanted[3])),
-            place,
+            axes,
             name="fp8_swiglu_bwd",
         )
         return of_dgate, of_dup, transposed
     dgate, dup, activated = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
     if is_in_fp8 and wanted[3]:
-        activated = cast_transposed(activated, recipe.inputs, place)
+        activated = cast_transposed(activated, recipe.inputs, axes)
     of_dgate, of_dup = (
-        operands_of_gradient(d, recipe, w, place)
+        operands_of_gradient(d, recipe, w, axes)
         for d, w in zip((dgate, dup), wanted[1:3], strict=True)
     )
     return of_dgate, of_dup, activated

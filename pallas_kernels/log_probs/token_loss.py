@@ -42,8 +42,8 @@ class OfAllTokens(OfFunction):
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Data are whole on each device, and so are results and gradients of data."""
         of_data = [Weight(tuple(f"data{axis}" for axis in range(a.ndim))) for a in data]
-        results = [Replicated(len(a.shape)) for a in self.function.results]
-        return of_data, results, [Replicated(a.ndim) for a in data]
+        results = [Replicated(("",) * len(a.shape)) for a in self.function.results]
+        return of_data, results, [Replicated(("",) * a.ndim) for a in data]
 
     def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
         """Calls the function once, with the numbers of all devices."""

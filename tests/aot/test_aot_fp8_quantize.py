@@ -17,9 +17,9 @@ from pallas_kernels.fp8 import (
     quantize_both,
     rms_norm_quantized,
 )
+from pallas_kernels.fp8.casts import Axes
 from pallas_kernels.fp8.mlp import swiglu_backward
 from pallas_kernels.fp8.types import BlockwiseInt8
-from pallas_kernels.layout import Place
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 kernel = dict(implementation="mosaic_gpu")
@@ -51,7 +51,7 @@ CASES = {
 def operands_of(recipe, *args):
     """All FP8 copies that the backward of `fp8_swiglu_mlp` needs."""
     gate, up, dproduct = args
-    return swiglu_backward(gate, up, dproduct, RECIPES[recipe], (True,) * 4, Place())
+    return swiglu_backward(gate, up, dproduct, RECIPES[recipe], (True,) * 4, Axes())
 
 
 _KEPT = BlockwiseInt8(

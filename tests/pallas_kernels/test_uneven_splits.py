@@ -96,7 +96,7 @@ WARNING = "the mesh axes ('tensor',) split a weight and no tokens"
 @pytest.mark.parametrize(
     "fn, weights, of_x, of_weights, warns",
     [
-        (linear, OF_FP8, P("data"), P(None, "tensor"), True),
+        (linear, OF_FP8, P("data"), P(None, "tensor"), False),
         (linear, OF_FP8, P(("data", "tensor")), P(None, "tensor"), False),
         (linear, OF_FP8, P(), P(None, "tensor"), False),  # such as the single row of a sample
         (loss, OF_LOSS, P("data"), P(None, "tensor"), True),

@@ -31,17 +31,26 @@ def _dequantize(dtype, scaling):
     return quick_jit(lambda a: quantize(a, dtype, scaling=scaling).dequantize())
 
 
-def dequantized(a, cast):
-    """The numbers that a product reads, in float64, of an operand `[rows, contracted]`."""
-    return np.asarray(_dequantize(cast.dtype, cast.scaling)(np.asarray(a)), np.float64)
+def dequantized(a, cast, parts=1):
+    """The numbers that a product reads, in float64, of an operand `[rows, contracted]`.
+
+    With row scales, each of the equal parts of a row has a scale.
+    """
+    by_part = np.split(np.asarray(a), parts if cast.scaling == "row" else 1, axis=1)
+    found = map(_dequantize(cast.dtype, cast.scaling), by_part)
+    return np.concatenate([np.asarray(a, np.float64) for a in found], axis=1)
 
 
-def exact_of_quantized(recipe, x, weights, dys):
-    """Results and gradients in float64, of the numbers that the products read."""
+def exact_of_quantized(recipe, x, weights, dys, parts_of_k=1, parts_of_n=None):
+    """Results and gradients in float64, of the numbers that the products read.
+
+    Devices have equal parts of K, and of the N of each weight.
+    """
     x, *dys = (np.asarray(a).reshape(-1, a.shape[-1]) for a in (x, *dys))
     weights = [np.asarray(w) for w in weights]
-    of_x = dequantized(x, recipe.inputs)
-    of_dys = [dequantized(dy, recipe.gradients) for dy in dys]
+    of_x = dequantized(x, recipe.inputs, parts_of_k)
+    parts_of_dys = zip(dys, parts_of_n or [1] * len(dys), strict=True)
+    of_dys = [dequantized(dy, recipe.gradients, parts) for dy, parts in parts_of_dys]
     forward = [dequantized(w.T, recipe.weights) for w in weights]
     dgrad = [dequantized(w, recipe.weights) for w in weights]
     if recipe.wgrad is None:

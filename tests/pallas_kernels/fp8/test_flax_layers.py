@@ -76,7 +76,7 @@ LINEAR = {
 }
 
 
-def check_linear(fn, contracted, columns, place=lambda *arrays: arrays, slack=1.2):
+def check_linear(fn, contracted, columns, place=lambda *arrays: arrays, slack=(1.2, 1.2), **parts):
     """Compares the product and its gradients with those of the quantized numbers in float64.
 
     Args:
@@ -84,7 +84,9 @@ def check_linear(fn, contracted, columns, place=lambda *arrays: arrays, slack=1.
       contracted: Axes of the kernel that are contracted.
       columns: Its other axes.
       place: Function that puts the input, the kernel and the cotangent on a mesh.
-      slack: Ratio of errors that is allowed for the kernel's gradient.
+      slack: Ratios of errors that are allowed for the product and the input's gradient, and for
+        the kernel's gradient.
+      **parts: Numbers of parts of K and of N, as for `exact_of_quantized`.
     """
     sizes = math.prod(contracted), math.prod(columns)
     # A kernel of bfloat16 numbers, because the layers round it to bfloat16 first.
@@ -97,11 +99,11 @@ def check_linear(fn, contracted, columns, place=lambda *arrays: arrays, slack=1.
     got = quick_jit(lambda x, w, dy: value_and_grads(fn, (x, w), dy))(*place(*args))
     like = args[2], args[0], args[1]
     assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in like]
-    exact = exact_of_quantized(ROWWISE, x, [weight], [dy])
+    exact = exact_of_quantized(ROWWISE, x, [weight], [dy], **parts)
     exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
     best = rounded(exact, [dy, x, weight])  # the layers round the kernel's gradient to bfloat16
-    assert_as_accurate(got[:2], best[:2], exact[:2], names=("y", "dx"))
-    assert_as_accurate(got[2:], best[2:], exact[2:], names=("dw",), slack=slack)
+    assert_as_accurate(got[:2], best[:2], exact[:2], names=("y", "dx"), slack=slack[0])
+    assert_as_accurate(got[2:], best[2:], exact[2:], names=("dw",), slack=slack[1])
     return got
 
 
@@ -117,19 +119,23 @@ def test_any_order_of_axes():
     check_linear(lambda x, w: fn(x, w.astype(BF16)), (D,), (13,))
 
 
-# The axes `fsdp` and `tensor` that split the input, the kernel, the cotangent and the product.
+# The axes `fsdp` and `tensor` that split the input, the kernel, the cotangent and the product, and
+# the parts of K and of N in which devices compute.
 SPLIT = {
-    "nnx.LinearGeneral to heads": (
-        P("fsdp"),
-        P("fsdp", None, "tensor"),
-        P("fsdp"),
-        P("fsdp"),
+    "to heads, channels": (
+        "nnx.LinearGeneral to heads",
+        (P("fsdp"), P("fsdp", None, "tensor"), P("fsdp"), P("fsdp")),
+        {},
     ),
-    "nnx.LinearGeneral of heads": (
-        P("fsdp", None, "tensor"),
-        P("tensor", "fsdp"),
-        P("fsdp"),
-        P("fsdp"),
+    "to heads": (
+        "nnx.LinearGeneral to heads",
+        (P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor"), P("fsdp", None, "tensor")),
+        {"parts_of_n": [2]},
+    ),
+    "of heads": (
+        "nnx.LinearGeneral of heads",
+        (P("fsdp", None, "tensor"), P("tensor", "fsdp"), P("fsdp"), P("fsdp")),
+        {"parts_of_k": 2},
     ),
 }
 
@@ -139,12 +145,13 @@ SPLIT = {
 def test_meshes(name, kind):
     """Kernels and inputs of heads: an axis splits the heads, or the channels of each head."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
-    *of_args, of_product = SPLIT[name]
+    layer, (*of_args, of_product), parts = SPLIT[name]
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        # Each device rounds its part of the sum over the tokens to bfloat16.
+        # Each device rounds its part of the sum over the tokens to bfloat16, and its part of a sum
+        # over K or N.
         place = lambda *args: map(put, args, of_args)
-        y, dx, dw = check_linear(*LINEAR[name], place=place, slack=2.0)
+        y, dx, dw = check_linear(*LINEAR[layer], place=place, slack=(2.0, 2.0), **parts)
     if kind == AxisType.Explicit:
         whole = lambda spec, a: P(*spec, *[None] * (a.ndim - len(spec)))
         for a, spec in ((y, of_product), (dx, of_args[0]), (dw, of_args[1])):

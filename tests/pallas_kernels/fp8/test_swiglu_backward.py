@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp8 import RECIPES, quantize_both, reference
-from pallas_kernels.fp8.casts import cast_computed
-from pallas_kernels.layout import Place
+from pallas_kernels.fp8.casts import Axes, cast_computed
 from pallas_kernels.mlp.reference import swiglu_gradients
 from support.numerics import assert_as_accurate, quick_jit
 from support.pairwise import pairwise
@@ -38,7 +37,7 @@ def casts_of(recipe):
 def by_kernels(recipe, wanted=((True, True),) * 3):
     def run(*args):
         return cast_computed(
-            args, swiglu_gradients, casts_of(recipe), wanted, Place(), name="fp8_swiglu_bwd"
+            args, swiglu_gradients, casts_of(recipe), wanted, Axes(), name="fp8_swiglu_bwd"
         )
 
     return quick_jit(run)
