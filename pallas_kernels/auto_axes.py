@@ -203,6 +203,9 @@ def _rule(
     of_results = [(*members, *factors) for factors in results]
     pairs = list(zip(roles.parts, roles.blocks, strict=True)) if roles.blocks else []
     in_rule = {part: f"({blocks} in_{blocks})" for part, blocks in pairs}
-    text = lambda many: ", ".join(" ".join(in_rule.get(n, n) for n in names) for names in many)
+
+    def text(many: Sequence[Sequence[str]]) -> str:
+        return ", ".join(" ".join(in_rule.get(name, name) for name in names) for names in many)
+
     sizes = {f"in_{blocks}": roles.unit for blocks in roles.blocks}
     return f"{text(of_args)} -> {text(of_results)}", tuple(dict.fromkeys(whole)), sizes

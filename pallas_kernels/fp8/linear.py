@@ -85,6 +85,12 @@ def fp8_linear(
     In an FP8 product, a NaN or an infinity in an operand makes all results NaN that are computed
     with the same scale. A product in the dtype of `x` keeps infinities.
 
+    On a mesh each device computes its own tokens. K or N may be split over mesh axes that split no
+    tokens. On Auto and Explicit axes the devices add up the result over the axes of K, and the
+    gradient of `x` over those of N. Row scales are then for a device's part of a row. Inside of
+    `jax.shard_map` a device with a part of K returns a partial sum: add the partial sums up with
+    `jax.lax.psum`.
+
     Under `jax.vmap` the elements of the mapped axis are computed one after the other, each with its
     own scales. For a single call, put the batch into the leading axes of `x`.
 

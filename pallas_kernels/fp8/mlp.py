@@ -94,6 +94,11 @@ def fp8_swiglu_mlp(
     in the dtype of `x`, by `swiglu_mlp`, and the log says so once. Under `jax.vmap` each element of
     the mapped axis has its own scales, as in `fp8_linear`.
 
+    On a mesh each device computes its own tokens. F may be split over mesh axes that split no
+    tokens, into multiples of 128 columns. On Auto and Explicit axes the devices add up the result
+    and the gradient of `x` over these axes. Row scales are then for a device's part of a row.
+    Inside of `jax.shard_map` a device with a part of F returns a partial sum, as in `swiglu_mlp`.
+
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
       w_gate: First projection, in the layout of Flax's kernels; or the result of `quantize_weight`
