@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Float
 
 from pallas_kernels.choices import inside_of, required_by
@@ -59,11 +60,12 @@ from pallas_kernels.layout import (
     Tokens,
     TokensLast,
     Weight,
+    to_spec,
 )
 from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp.reference import matmul
 from pallas_kernels.operation import call
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import explicit_splits, mesh_of, partitioned
 from pallas_kernels.protocol import Arrays, Cotangents
 
 
@@ -151,7 +153,20 @@ def fp8_linears(
         dtypes = tuple(jnp.dtype(q.weight.dtype) for q in in_fp8)
         operation = _Linears(recipe, dtypes, required_by(None))
         results = iter(call(operation, x, *arguments(in_fp8)))
-    return tuple(matmul(x, q.weight) if q.forward is None else next(results) for q in quantized)
+    return tuple(
+        _without_fp8(x, q.weight) if q.forward is None else next(results) for q in quantized
+    )
+
+
+def _without_fp8(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight` in the dtype of `x`. Explicit axes split it as the product in FP8."""
+    mesh = mesh_of((x, weight))
+    if AxisType.Explicit not in mesh.axis_types:
+        return matmul(x, weight)
+    of_x, of_weight = explicit_splits(x), explicit_splits(weight)
+    used = {name for split in of_x for name in split}
+    of_n = tuple(name for name in of_weight[1] if name not in used)
+    return matmul(x, weight, NamedSharding(mesh, to_spec((*of_x[:-1], of_n))))
 
 
 def roles_of_kept(recipe: Recipe, feature: str) -> tuple[TokensLast, Replicated]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from pallas_kernels.layout import Place, Roles, Tokens, Weight
@@ -55,6 +56,7 @@ def swiglu_gradients(
     return tuple(a.astype(dproduct.dtype) for a in found)
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, weight: jax.Array, out_sharding: NamedSharding | None = None) -> jax.Array:
     """`x @ weight`, accumulated in float32 and rounded once, to the dtype of `x`."""
-    return jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=x.dtype)
+    weight = weight.astype(x.dtype)
+    return jnp.matmul(x, weight, preferred_element_type=x.dtype, out_sharding=out_sharding)

@@ -6,6 +6,8 @@
 import logging
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -42,31 +44,55 @@ LINEAR = {
 RECIPE_OF = dict(zip(LINEAR, ["rowwise", "tensorwise", "rowwise_with_gw_hp"] * 2, strict=False))
 
 
+def products_of(name, kind, recipe):
+    """Arguments, function for products and gradients, and its results on a mesh."""
+    of_x, of_weights, of_dys, *_ = LINEAR[name]
+    n = len(of_weights)
+    x, weights, dys = make_args((4, 6, 32), (16, 48)[:n])
+
+    def graded(x, *rest):
+        fn = lambda x, *weights: fp8_linears(x, weights, recipe=recipe)
+        return value_and_grads(fn, (x, *rest[:n]), rest[n:])
+
+    got = on_mesh(graded, (x, *weights, *dys), (of_x, *of_weights, *of_dys), kind)
+    if kind == AxisType.Explicit:
+        whole = lambda spec, a: P(*spec, *[None] * (a.ndim - len(spec)))
+        for a, spec in zip(got, (*of_dys, of_x, *of_weights), strict=True):
+            assert jax.typeof(a).sharding.spec == whole(spec, a)
+    return (x, weights, dys), graded, got
+
+
+def check(got, low_precision, exact, slack):
+    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    n = len(got) // 2
+    names = [*(f"y{i}" for i in range(n)), "dx", *(f"dw{i}" for i in range(n))]
+    assert_as_accurate(got, low_precision(exact), exact, names=names, slack=slack)
+
+
 # 1 s each.
 @KINDS
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear(name, kind):
     """Row scales are those of a device's part of a row, and a scale of a tensor is of all parts."""
-    of_x, of_weights, of_dys, parts_of_k, parts_of_n = LINEAR[name]
+    *_, parts_of_k, parts_of_n = LINEAR[name]
     recipe = SMALL[RECIPE_OF[name]]
-    x, weights, dys = make_args((4, 6, 32), (16, 48)[: len(of_weights)])
-
-    def graded(x, *rest):
-        weights, dys = rest[: len(of_weights)], rest[len(of_weights) :]
-        fn = lambda x, *weights: fp8_linears(x, weights, recipe=recipe)
-        return value_and_grads(fn, (x, *weights), dys)
-
-    got = jax.tree.leaves(on_mesh(graded, (x, *weights, *dys), (of_x, *of_weights, *of_dys), kind))
-    exact = exact_of_quantized(recipe, x, weights, dys, parts_of_k, parts_of_n)
-    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    args, _, got = products_of(name, kind, recipe)
+    exact = exact_of_quantized(recipe, *args, parts_of_k, parts_of_n)
     # Each device rounds its part of a sum over K or N to bfloat16.
-    n = len(of_weights)
-    names = [*(f"y{i}" for i in range(n)), "dx", *(f"dw{i}" for i in range(n))]
-    assert_as_accurate(got, rounded(exact, got), exact, names=names, slack=2.0)
-    if kind == AxisType.Explicit:
-        whole = lambda spec, a: P(*spec, *[None] * (a.ndim - len(spec)))
-        for a, spec in zip(got, (*of_dys, of_x, *of_weights), strict=True):
-            assert jax.typeof(a).sharding.spec == whole(spec, a)
+    check(got, lambda exact: rounded(exact, got), exact, slack=2.0)
+
+
+# 0.5 s each. In "rows and columns" each of the two products has a layout of its own.
+@pytest.mark.parametrize("name", [name for name in LINEAR if name != "rows and columns"])
+def test_weights_that_are_too_small(name):
+    """Their products are split as those in FP8, and err as on one device."""
+    (x, weights, dys), graded, got = products_of(name, AxisType.Explicit, "rowwise")
+    x64, *dys64 = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, *dys))
+    weights64 = [np.asarray(w.astype(jnp.bfloat16), np.float64) for w in weights]
+    dx = sum(dy @ w.T for dy, w in zip(dys64, weights64, strict=True))
+    exact = [*(x64 @ w for w in weights64), dx, *(x64.T @ dy for dy in dys64)]
+    on_one = quick_jit(graded)(x, *weights, *dys)
+    check(got, lambda _: on_one, exact, slack=2.0)
 
 
 D = 32
