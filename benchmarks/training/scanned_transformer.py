@@ -8,7 +8,6 @@ the loss and all gradients.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import agreement, ceilings, command, tables, timing
-from benchmarks.training import transformer
+from benchmarks import command, timing
+from benchmarks.training import programs, transformer
 
 SIZES = transformer.Sizes(
     hidden=2048,
@@ -40,7 +39,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "`tensorwise`: all names": {"kept": _FP8_KEPT, "fp8": "tensorwise"},
 }
 ROWS, LENGTH = 4, 4096
-_CALLS = 2  # of a program in a round
 
 
 def main() -> None:
@@ -49,44 +47,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help="file to write the table to")
     arguments = parser.parse_args()
-    device = timing.require_gpu()
+    timing.require_gpu()
 
     init = lambda: nnx.state(transformer.Transformer(SIZES, nnx.Rngs(0)), nnx.Param)
     params = jax.jit(init)()
     tokens = jax.random.randint(jax.random.key(0), (ROWS, LENGTH + 1), 0, SIZES.vocabulary)
     batch = tokens[:, :-1], tokens[:, 1:], jnp.zeros((ROWS, LENGTH), jnp.int32)
-    programs = {}
+    compiled = {}
     for name, changes in VARIANTS.items():
         gradients = transformer.gradients_of(dataclasses.replace(SIZES, **changes))
-        programs[name] = jax.jit(gradients).lower(params, *batch).compile()
-        loss, _ = programs[name](params, *batch)
+        compiled[name] = jax.jit(gradients).lower(params, *batch).compile()
+        loss, _ = compiled[name](params, *batch)
         print(f"{name}: loss {loss:.4f}", flush=True)
-    limit = ceilings.measure()
-    cases = [
-        timing.Case(name, [functools.partial(program, params, *batch)])
-        for name, program in programs.items()
-    ]
-    timings = timing.compare(
-        cases, rounds=arguments.rounds, calls_per_round=_CALLS, measure=timing.wall_ms
-    )
-    rows = []
-    for name, timed in timings.items():
-        gib = f"{agreement.temporary_bytes(programs[name]) / 2**30:.1f} GiB"
-        if timed.error is not None:
-            rows.append([name, timed.error, "", gib])
-            continue
-        ms = timed.times_ms
-        rows.append([name, f"{timed.median_ms:.1f}", f"{min(ms):.1f} - {max(ms):.1f}", gib])
-    text = "\n".join(
-        [
-            f"{device}, jax {jax.__version__}; {limit}",
-            "",
-            *tables.markdown(("variant", "ms", "min - max", "temporaries"), rows),
-            "",
-            f"    {command.line(parser.prog)}",
-            "",
-        ]
-    )
+    args = dict.fromkeys(compiled, (params, *batch))
+    text = programs.report(parser.prog, compiled, args, arguments.rounds)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
