@@ -173,10 +173,8 @@ def _rule(
 
     def of_tokens(role: Any) -> list[str]:
         whole.extend(name for name in role.features if name not in may_be_split)
-        if isinstance(role, TokensLast):
-            merged = f"({' '.join(leading)})" if num_leading > 1 else leading[0]
-            return [*role.features, merged]
-        return [*leading, *role.features]
+        is_last = isinstance(role, TokensLast)
+        return [*role.features, *leading] if is_last else [*leading, *role.features]
 
     def of_weight(index: int, role: Any) -> list[str]:
         # An axis that is gathered here is a factor of its own, which XLA need not make whole.

@@ -49,14 +49,13 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class TokensLast:
-    """An array of all tokens, merged into the last axis: `[*features, T]`.
+    """An array whose last axes are tokens.
 
-    A device has the columns of its own tokens. Where several leading axes are split, the columns
-    lie in another order than those of one device. So the array is only for a call that splits the
-    tokens in the same way.
+    The axes of tokens stay separate. If they were one axis, the order of its entries would depend
+    on how the tokens are split, and a call that splits them otherwise would read other tokens.
 
     Attributes:
-      features: Names of the axes before the last.
+      features: Names of the axes before.
     """
 
     features: tuple[str, ...] = ()
@@ -219,7 +218,7 @@ class Layout:
 
         def of_tokens(role: Any) -> Splits:
             features = tuple(kept.get(name, ()) for name in role.features)
-            return (*features, tokens) if isinstance(role, TokensLast) else (*leading, *features)
+            return features + leading if isinstance(role, TokensLast) else leading + features
 
         args, gathered = [], []
         for role, split in zip(roles.args, splits, strict=True):

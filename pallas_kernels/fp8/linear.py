@@ -187,6 +187,16 @@ def rows(a: jax.Array) -> jax.Array:
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
+def with_tokens_of(x: jax.Array, a: jax.Array) -> jax.Array:
+    """`[N, T]` with the axes of tokens that `x` has."""
+    return a.reshape(a.shape[0], *x.shape[:-1])
+
+
+def columns_of(a: jax.Array) -> jax.Array:
+    """`[N, ...]` as `[N, T]`."""
+    return a.reshape(a.shape[0], math.prod(a.shape[1:]))
+
+
 def product_in_layer(
     a: Quantized, b: Quantized, out_dtype: Any, accumulation: Accumulation
 ) -> jax.Array:
@@ -304,7 +314,7 @@ def _forward_of(key: tuple[_Linears, bool], place: Place) -> Callable[..., tuple
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         if keep:
             quantized, transposed = cast_both(rows(x), recipe.inputs, axes)
-            kept = transposed.values, transposed.scale
+            kept = with_tokens_of(x, transposed.values), transposed.scale
         else:
             quantized, kept = cast_one(rows(x), recipe.inputs, axes), ()
         ys = [product_in_layer(quantized, w, x.dtype, recipe.forward) for w in pairs(arrays)]
@@ -361,7 +371,11 @@ def gradients(
       columns: Mesh axes that split the columns N of each weight.
       like: An array with the axes of tokens and the dtype of `x`.
     """
-    x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
+    x = None
+    if len(kept) == 1:
+        x = rows(kept[0])
+    elif kept:
+        x = Quantized(columns_of(kept[0]), kept[1])
     sums, dweights = {}, []  # sums by the mesh axes over which they are partial
     for (of_dx, of_dw), copy, of_weight, of_n, is_wanted in zip(
         operands, copies, dtypes, columns, wanted[1:], strict=True

@@ -38,6 +38,7 @@ from pallas_kernels.fp8.casts import (
     why_no_kernel,
 )
 from pallas_kernels.fp8.linear import (
+    columns_of,
     gradient_of_weight,
     gradients,
     operands_of_gradient,
@@ -45,6 +46,7 @@ from pallas_kernels.fp8.linear import (
     roles_of_kept,
     roles_of_x,
     rows,
+    with_tokens_of,
 )
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
@@ -192,7 +194,8 @@ class _MLP:
 
 def _roles(args: Any, results: Any, num_columns: int, *, has_blocks: bool) -> Roles:
     """The roles. Parts of F have whole blocks of columns, each with a scale of gate and of up."""
-    blocks = ("blocks",) if has_blocks and num_columns % BLOCK == 0 else ()
+    several = num_columns > BLOCK and num_columns % BLOCK == 0  # Shardy refuses a single block
+    blocks = ("blocks",) if has_blocks and several else ()
     return Roles(args, results, ("f",), unit=BLOCK, blocks=blocks)
 
 
@@ -214,7 +217,7 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
         kept = ()
         if keep_transposed:
             quantized, transposed = cast_both(rows(x), recipe.inputs, of_x)
-            kept = transposed.values, transposed.scale
+            kept = with_tokens_of(x, transposed.values), transposed.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, of_x)
         # The kernel has no sums but the fast ones.
@@ -234,7 +237,8 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
         y = multiply(cast_one(activated, recipe.inputs, of_product, maxima=maxima), of_down)
         y = jax.lax.psum(y, of_f)
         like_x = lambda values: values.reshape(*x.shape[:-1], values.shape[-1])
-        return y, *(a for q in gate_and_up for a in (like_x(q.values), q.scale)), *kept
+        scaled = ((like_x(q.values), with_tokens_of(x, q.scale)) for q in gate_and_up)
+        return y, *(a for pair in scaled for a in pair), *kept
 
     return run
 
@@ -249,7 +253,7 @@ def _backward_of(key: tuple[_MLP, Mask], place: Place) -> Callable[..., Arrays]:
     @inside_of("fp8_swiglu_mlp")
     def run(dy: jax.Array, *rest: jax.Array) -> Any:
         kept, copies = rest[4:-6], pairs(rest[-6:])
-        gate, up = (BlockwiseInt8(rows(v), s) for v, s in (rest[:2], rest[2:4]))
+        gate, up = (BlockwiseInt8(rows(v), columns_of(s)) for v, s in (rest[:2], rest[2:4]))
         of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], of_y)
         dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
         *operands, activated = swiglu_backward(gate, up, dproduct, recipe, wanted, of_gate)

@@ -340,6 +340,28 @@ def test_mesh(name, is_explicit):
     assert_as_accurate(got, rounded(exact, got), exact, names=("y", "dx", "dw"))
 
 
+# 1 s each. Before, the gradients of weights were of other tokens: they erred by their own size.
+@pytest.mark.parametrize("fn", [fp8_linear, fp8_swiglu_mlp])
+def test_gradients_of_results_are_split_otherwise_than_the_input(fn):
+    """The backward reads what the forward kept of each token, whatever splits the tokens."""
+    if fn is fp8_linear:
+        x, weights, (dy,) = make_args((4, 6, 32), (16,))
+        exact = exact_of_quantized(SMALL["rowwise"], x, weights, [dy])
+    else:
+        x, *weights, dy = mlp_args((4, 6, 32), 128)
+        exact = exact_mlp(x, *weights, dy)
+    fn = functools.partial(fn, recipe=SMALL["rowwise"])
+    graded = lambda *args: value_and_grads(fn, args[:-1], args[-1])
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    whole = NamedSharding(mesh, P())
+    by_sequence = jax.device_put(x, NamedSharding(mesh, P(None, "seq")))
+    with jax.set_mesh(mesh):
+        got = quick_jit(graded)(by_sequence, *jax.device_put((*weights, dy), whole))
+    names = "y", "dx", *(f"dw{i}" for i in range(len(weights)))
+    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    assert_as_accurate(got, quick_jit(graded)(x, *weights, dy), exact, names=names)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_weight_on_a_mesh_is_quantized_in_parts(on_h100, kind):
     """XLA cannot split a kernel: it would gather a float32 weight, or raise on Explicit axes."""
