@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import inside_of, required_by
+from pallas_kernels.choices import called, inside_of, required_by
 from pallas_kernels.fp8.casts import Axes, cast_both, cast_one
 from pallas_kernels.fp8.products import Accumulation, choose_fp8_matmul, fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
@@ -69,6 +69,7 @@ from pallas_kernels.partition import explicit_splits, mesh_of, partitioned
 from pallas_kernels.protocol import Arrays, Cotangents
 
 
+@inside_of("fp8_linear")
 def fp8_linear(
     x: Float[Array, "*T K"],
     weight: Float[Array, "K N"] | QuantizedWeight,
@@ -111,7 +112,7 @@ def fp8_linear(
     return fp8_linears(x, (weight,), recipe=recipe)[0]
 
 
-@inside_of("fp8_linear")
+@inside_of("fp8_linears")
 def fp8_linears(
     x: Float[Array, "*T K"],
     weights: Sequence[Float[Array, "K _"] | QuantizedWeight],
@@ -146,7 +147,7 @@ def fp8_linears(
         if q.weight.shape[0] != x.shape[-1]:
             raise ValueError(f"weight must be [K, N], got {q.weight.shape} for x {x.shape}")
         if q.forward is None:
-            note_too_small("fp8_linear", "a weight", q.weight, x)
+            note_too_small(called("fp8_linears"), "a weight", q.weight, x)
     in_fp8 = [q for q in quantized if q.forward is not None]
     results = iter(())
     if in_fp8:
