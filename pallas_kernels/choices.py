@@ -27,6 +27,7 @@ from jax.extend.core import subjaxprs
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Chosen, Implementation
 from pallas_kernels.logs import log_once
+from pallas_kernels.plain_products import Products, plain_products
 
 VARIABLE = "PALLAS_KERNELS_REQUIRE"
 
@@ -73,9 +74,13 @@ class Explanation:
 
     Attributes:
       choices: The calls, in the order in which JAX traces them.
+      products: The matrix products and convolutions outside of the operations, which plain JAX
+        computes; `print(explanation.products)` prints a table of them. `str(explanation)` leaves
+        them out.
     """
 
     choices: tuple[Choice, ...]
+    products: Products = dataclasses.field(default_factory=Products)
 
     @property
     def summary(self) -> str:
@@ -127,7 +132,8 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
       **kwargs: Keyword arguments of the function.
 
     Returns:
-      One `Choice` for each call that JAX traces: implementation, reason and plan.
+      One `Choice` for each call that JAX traces: implementation, reason and plan. And the matrix
+      products that plain JAX computes outside of the operations, as `products`.
 
     Raises:
       NotImplementedError: A kernel is required, and a call would not run it.
@@ -138,7 +144,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     with recording() as found, metadata:
         # A partial is hashable, whatever `fn` is.
         traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
-    return Explanation((*found, *_tangents_in(traced.jaxpr.jaxpr)))
+    jaxpr = traced.jaxpr.jaxpr
+    products = plain_products(jaxpr, {choice.operation for choice in found})
+    return Explanation((*found, *_tangents_in(jaxpr)), products)
 
 
 def _tangents_in(jaxpr: Any) -> Iterator[Choice]:
