@@ -165,7 +165,7 @@ def _without_fp8(x: jax.Array, weight: jax.Array) -> jax.Array:
     if AxisType.Explicit not in mesh.axis_types:
         return matmul(x, weight)
     of_x, of_weight = explicit_splits(x), explicit_splits(weight)
-    used = {name for split in of_x for name in split}
+    used = {name for split in of_x[:-1] for name in split}
     of_n = tuple(name for name in of_weight[1] if name not in used)
     return matmul(x, weight, NamedSharding(mesh, to_spec((*of_x[:-1], of_n))))
 

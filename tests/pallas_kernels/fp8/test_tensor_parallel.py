@@ -39,6 +39,7 @@ LINEAR = {
     "rows": (OF_COLUMNS, [ROWS], [OF_ROWS], 2, [1]),
     "rows of whole tokens": (P(), [P(TENSOR)], [P()], 2, [1]),
     "columns and a whole weight": (P(FSDP), [COLUMNS, P(FSDP)], [OF_COLUMNS, OF_ROWS], 1, [2, 1]),
+    "columns and split channels": (OF_COLUMNS, [COLUMNS], [OF_COLUMNS], 1, [2]),
     "rows and columns": (P(FSDP), [ROWS, COLUMNS], [OF_ROWS, OF_ROWS], 2, [1, 1]),
 }
 RECIPE_OF = dict(zip(LINEAR, ["rowwise", "tensorwise", "rowwise_with_gw_hp"] * 2, strict=False))
