@@ -208,6 +208,15 @@ def product_in_layer(
     return y  # of XLA, which may fuse the scales with what reads `y`
 
 
+def sum_of_parts(a: jax.Array, axes: Split, *, like: jax.Array) -> jax.Array:
+    """The sum of the devices' `[T, N]`, with the axes of tokens that `like` has.
+
+    It is added up with these axes. So XLA can make it a reduce-scatter if the caller then splits
+    the sequence over `axes`.
+    """
+    return jax.lax.psum(a.reshape(*like.shape[:-1], a.shape[-1]), axes)
+
+
 def gradient_of_weight(
     a: Quantized | jax.Array,
     b: Quantized | jax.Array,
@@ -319,8 +328,7 @@ def _forward_of(key: tuple[_Linears, bool], place: Place) -> Callable[..., tuple
         else:
             quantized, kept = cast_one(rows(x), recipe.inputs, axes), ()
         ys = [product_in_layer(quantized, w, x.dtype, recipe.forward) for w in pairs(arrays)]
-        ys = jax.lax.psum(ys, of_k)
-        return *(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys), *kept
+        return *(sum_of_parts(y, of_k, like=x) for y in ys), *kept
 
     return run
 
@@ -389,8 +397,8 @@ def gradients(
             dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, of_weight))
     if not sums:
         return dweights
-    dx = functools.reduce(operator.add, [jax.lax.psum(a, axes) for axes, a in sums.items()])
-    return [dx.reshape(*like.shape[:-1], dx.shape[-1]), *dweights]
+    parts = [sum_of_parts(a, axes, like=like) for axes, a in sums.items()]
+    return [functools.reduce(operator.add, parts), *dweights]
 
 
 def operands_of_gradient(

@@ -46,6 +46,7 @@ from pallas_kernels.fp8.linear import (
     roles_of_kept,
     roles_of_x,
     rows,
+    sum_of_parts,
     with_tokens_of,
 )
 from pallas_kernels.fp8.products import fp8_matmul
@@ -211,8 +212,7 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
         of_gate, of_up, of_down = pairs(arrays)
 
         def multiply(a: Quantized, w: Quantized) -> jax.Array:
-            y = product_in_layer(a, w, x.dtype, recipe.forward)
-            return y.reshape(*x.shape[:-1], y.shape[-1])
+            return product_in_layer(a, w, x.dtype, recipe.forward)
 
         kept = ()
         if keep_transposed:
@@ -231,11 +231,11 @@ def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tup
                 find_amax=recipe.inputs.scaling == "tensor",
             )
         else:
-            pair = [rows(multiply(quantized, w)) for w in (of_gate, of_up)]
+            pair = [multiply(quantized, w) for w in (of_gate, of_up)]
             activated, maxima = swiglu(*pair), None
             gate_and_up = map(reference.blockwise_int8, pair) if keep else ()
-        y = multiply(cast_one(activated, recipe.inputs, of_product, maxima=maxima), of_down)
-        y = jax.lax.psum(y, of_f)
+        product = cast_one(activated, recipe.inputs, of_product, maxima=maxima)
+        y = sum_of_parts(multiply(product, of_down), of_f, like=x)
         like_x = lambda values: values.reshape(*x.shape[:-1], values.shape[-1])
         scaled = ((like_x(q.values), with_tokens_of(x, q.scale)) for q in gate_and_up)
         return y, *(a for pair in scaled for a in pair), *kept

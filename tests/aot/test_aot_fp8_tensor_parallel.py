@@ -1,6 +1,7 @@
-"""A transformer in FP8 with FSDP and tensor parallelism on Auto axes, compiled for eight H100s.
+"""Models in FP8 with FSDP and tensor parallelism on Auto axes, compiled for eight H100s.
 
-The model constrains only the heads of the attention. The program takes 18 s of one core.
+The transformer constrains only the heads of the attention. Its program takes 18 s of one core, and
+that of layers with sequence parallelism 12 s.
 `test_aot_mesh_transformer.py` has FP8 on Explicit axes, and `test_tensor_parallel.py` the numbers.
 """
 
@@ -59,7 +60,41 @@ def gradients(x, *weights):
     return jax.value_and_grad(transformer, (0, 1))(x, named)
 
 
+def gather(a):
+    return jax.lax.with_sharding_constraint(by_sequence(a), P("fsdp"))
+
+
+def scatter(a):
+    return by_sequence(jax.lax.with_sharding_constraint(a, P("fsdp")))
+
+
+def by_sequence(a):
+    return jax.lax.with_sharding_constraint(a, P("fsdp", "tensor"))
+
+
+def layers_of_sequences(x, *weights):
+    """Gradients of a loss of layers between which the axis `tensor` splits the sequences."""
+
+    def loss(x, query, out, gate, up, down):
+        hidden = fp8_linear(gather(x), query, recipe="rowwise")
+        x += scatter(fp8_linear(hidden, out, recipe="rowwise"))
+        x += scatter(fp8_swiglu_mlp(gather(x), gate, up, down, recipe="rowwise"))
+        return jnp.sum(jnp.square(x), dtype=jnp.float32)
+
+    return jax.grad(loss, tuple(range(6)))(x, *weights)
+
+
+OF_LAYERS = [WEIGHTS[name] for name in ("query", "out", "gate", "up", "down")]
 CASES = {
+    "sequences": Case(
+        layers_of_sequences,
+        (
+            jax.ShapeDtypeStruct((B, S, D), jnp.bfloat16),
+            *(jax.ShapeDtypeStruct(shape[1:], jnp.float32) for shape, _ in OF_LAYERS),
+        ),
+        mesh={"fsdp": FSDP, "tensor": TENSOR},
+        specs=(P("fsdp", "tensor"), *(P(*spec[1:]) for _, spec in OF_LAYERS)),
+    ),
     "auto": Case(
         gradients,
         (
@@ -117,3 +152,18 @@ def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
     }
     gathers = " ".join(re.findall(r"= (.*) all-gather(?:-start)?\(", program.hlo))
     assert set(re.findall(r"(\w+)\[\d+,", gathers)) == {"f8e4m3fn"}
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "sequences")])
+def test_split_sequences_are_gathered_and_scattered(compiled, chip, case):
+    """An all-reduce would send twice as much."""
+    program: Program = compiled(chip, case)
+    found: Counter[tuple[str, int]] = Counter()
+    for collective in Schedule(program.hlo).collectives():
+        for result in collective.results:
+            found[collective.kind, math.prod(result)] += collective.times
+    of_tokens = B * S // FSDP * D
+    # An input and a result of each of the two layers, in the forward and in the backward.
+    assert found["all-gather", of_tokens] == found["reduce-scatter", of_tokens // TENSOR] == 4
+    assert max(size for kind, size in found if kind == "all-reduce") < of_tokens // 100
+    assert "all-to-all" not in {kind for kind, _ in found}
