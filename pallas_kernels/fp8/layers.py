@@ -17,8 +17,9 @@ from pallas_kernels.fp8.mlp import fp8_swiglu_mlp
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layout import Splits, to_spec
+from pallas_kernels.logs import log_once
 from pallas_kernels.mlp import Save, swiglu_mlp
-from pallas_kernels.partition import explicit_splits, split_as
+from pallas_kernels.partition import axes_of_kind, explicit_splits, split_as
 
 type _DimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -181,10 +182,18 @@ def _merged(a: jax.Array, *groups: Sequence[int]) -> jax.Array:
     """The array with one axis for each group of its axes.
 
     Explicit axes may split the first axis of a group. The array is gathered over those that split
-    another axis, because a device could not have a contiguous part of the merged one.
+    another axis, because a device could not have a contiguous part of the merged one. A warning
+    names such an axis.
     """
-    sizes, firsts = a.shape, {group[0] for group in groups if group}
-    splits = [s if axis in firsts else () for axis, s in enumerate(explicit_splits(a))]
+    sizes, splits = a.shape, list(explicit_splits(a))
+    several = axes_of_kind(jax.typeof(a).sharding.mesh, AxisType.Explicit)
+    for first, axis in ((group[0], axis) for group in groups for axis in group[1:]):
+        if names := tuple(name for name in splits[axis] if name in several):
+            log_once(
+                f"each device gathers axis {axis} of {sizes}, which the mesh axes {names} split, "
+                f"because a product in FP8 merges it with axis {first}; split axis {first} instead"
+            )
+        splits[axis] = ()
     a = jnp.transpose(split_as(tuple(splits), a), [axis for group in groups for axis in group])
     shape = [math.prod(sizes[axis] for axis in group) for group in groups]
     return _reshaped(a, shape, tuple(splits[group[0]] if group else () for group in groups))

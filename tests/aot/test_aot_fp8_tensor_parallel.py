@@ -103,7 +103,7 @@ CASES = {
         ),
         mesh={"fsdp": FSDP, "tensor": TENSOR},
         specs=(P("fsdp"), *(spec for _, spec in WEIGHTS.values())),
-    )
+    ),
 }
 
 

@@ -142,7 +142,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("name", SPLIT)
-def test_meshes(name, kind):
+def test_meshes(name, kind, caplog):
     """Kernels and inputs of heads: an axis splits the heads, or the channels of each head."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
     layer, (*of_args, of_product), parts = SPLIT[name]
@@ -153,6 +153,8 @@ def test_meshes(name, kind):
         place = lambda *args: map(put, args, of_args)
         y, dx, dw = check_linear(*LINEAR[layer], place=place, slack=(2.0, 2.0), **parts)
     if kind == AxisType.Explicit:
+        warning = "gathers axis 2 of (24, 4, 8), which the mesh axes ('tensor',) split"
+        assert (warning in caplog.text) == (name == "to heads, channels")
         whole = lambda spec, a: P(*spec, *[None] * (a.ndim - len(spec)))
         for a, spec in ((y, of_product), (dx, of_args[0]), (dw, of_args[1])):
             assert jax.typeof(a).sharding.spec == whole(spec, a)
