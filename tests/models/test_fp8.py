@@ -208,7 +208,7 @@ def test_q_k_and_v_are_one_product_whose_input_is_kept_in_fp8_alone():
     kept = [shape(e.outvars[0]) for e in found if e.primitive.name == "empty"]
     layers = config.num_hidden_layers
     # The inputs of q with k and v, of o and of the MLP.
-    assert kept.count((layers, config.hidden_size, B * S)) == 3
+    assert kept.count((layers, config.hidden_size, B, S)) == 3
     # The residual before and after the MLP; the norms of both are not kept.
     assert kept.count((layers, *x)) == 2
 
