@@ -33,7 +33,6 @@ from pallas_kernels.layout import (
     Weight,
     to_spec,
     warn_of_idle_axes,
-    whole_axes,
 )
 from pallas_kernels.logs import log_once
 from pallas_kernels.mapping import Levels, loop, num_levels
@@ -147,8 +146,8 @@ def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
         if size % num_devices:
             log_once(
                 f"every device gathers an axis of {size} and computes all of it, because the mesh "
-                f"axes {whole_axes(split)} split it over {num_devices} devices, which do not "
-                f"divide {size}; pad the axis, or split another one"
+                f"axes {split} split it over {num_devices} devices, which do not divide {size}; "
+                "pad the axis, or split another one"
             )
             split = ()
         even.append(split)

@@ -21,7 +21,6 @@ import dataclasses
 import itertools
 import math
 import operator
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -258,11 +257,10 @@ class Layout:
         axes = {name for splits in matrices for split in splits for name in split}
         axes -= {*self.place.tokens, *(name for split in self.place.parts for name in split)}
         if axes and self.place.tokens:
-            named, of_tokens = whole_axes(sorted(axes)), whole_axes(self.place.tokens)
             log_once(
-                f"the mesh axes {named} split a weight and no tokens: each device gathers the "
-                "weight, and the devices along these axes compute the same; split the tokens over "
-                f"them as well as over {of_tokens}"
+                f"the mesh axes {tuple(sorted(axes))} split a weight and no tokens: each device "
+                "gathers the weight, and the devices along these axes compute the same; split the "
+                f"tokens over them as well as over {self.place.tokens}"
             )
 
     def of_device(
@@ -307,11 +305,6 @@ class Layout:
         return lambda *args: tuple(loop(of_one, levels)(*gathered(args, is_shared)))
 
 
-def whole_axes(names: Sequence[str]) -> Split:
-    """The mesh axes as the caller names them: `data` for its parts `data.0` (`shardings.py`)."""
-    return tuple(dict.fromkeys(re.sub(r"\.\d+$", "", name) for name in names))
-
-
 def warn_of_idle_axes(idle: Split, parts: tuple[str, ...]) -> None:
     """Logs once the mesh axes that split neither the rows nor the parts of a call without weights.
 
@@ -321,9 +314,9 @@ def warn_of_idle_axes(idle: Split, parts: tuple[str, ...]) -> None:
     """
     names = ", ".join(parts)
     log_once(
-        f"the devices along the mesh axes {whole_axes(idle)} gather the arrays of a call and "
-        f"compute the same, because these axes split neither its rows nor its {names}; split the "
-        f"rows over them, or take a number of devices that divides the number of {names}"
+        f"the devices along the mesh axes {idle} gather the arrays of a call and compute the same, "
+        f"because these axes split neither its rows nor its {names}; split the rows over them, or "
+        f"take a number of devices that divides the number of {names}"
     )
 
 
@@ -369,9 +362,9 @@ def _part(
             if size % (roles.unit * num_devices) == 0:
                 return found
             log_once(
-                f"each device gathers an axis of {size} that the mesh axes {whole_axes(found)} "
-                f"split, because a part of {size // num_devices} is no multiple of {roles.unit}; "
-                "pad the axis, or split it over fewer devices"
+                f"each device gathers an axis of {size} that the mesh axes {found} split, because "
+                f"a part of {size // num_devices} is no multiple of {roles.unit}; pad the axis, or "
+                "split it over fewer devices"
             )
             return ()
     return ()
