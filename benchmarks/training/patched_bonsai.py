@@ -98,8 +98,7 @@ def main() -> None:
     tokens = jax.random.randint(jax.random.key(0), shape, 0, arguments.vocabulary)
     batch = tokens[:, :-1], tokens[:, 1:]
     compiled: dict[str, Any] = {}
-    args: dict[str, Any] = {}
-    params = None
+    params = None  # those of the first model; all models have the same
     for name, recipe in VARIANTS.items():
         model = Logits(arguments.layers, arguments.vocabulary)
         loss = own_loss if not compiled else patched_loss(model, recipe)
@@ -109,14 +108,11 @@ def main() -> None:
         def loss_of(params: Any, *batch: jax.Array, graphdef: Any = graphdef, loss: Any = loss):
             return loss(nnx.merge(graphdef, params), *batch)
 
-        args[name] = params, *batch
-        compiled[name] = jax.jit(jax.value_and_grad(loss_of)).lower(*args[name]).compile()
-        print(f"{name}: loss {compiled[name](*args[name])[0]:.4f}", flush=True)
-        print(pallas_kernels.explain(loss_of, *args[name]), flush=True)
-    text = programs.report(parser.prog, compiled, args, arguments.rounds)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+        compiled[name] = jax.jit(jax.value_and_grad(loss_of)).lower(params, *batch).compile()
+        print(f"{name}: loss {compiled[name](params, *batch)[0]:.4f}", flush=True)
+        print(pallas_kernels.explain(loss_of, params, *batch), flush=True)
+    args = params, *batch
+    programs.report(parser.prog, compiled, args, arguments.rounds, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,20 +13,20 @@ _CALLS = 2  # of a program in a round
 
 
 def report(
-    prog: str, programs: Mapping[str, Any], args: Mapping[str, Sequence[Any]], rounds: int
-) -> str:
-    """The card, its ceilings, a row for each program, and the command, in Markdown.
+    prog: str, programs: Mapping[str, Any], args: Sequence[Any], rounds: int, output: Path | None
+) -> None:
+    """Prints and writes the card, its ceilings, a row for each program, and the command.
 
     Args:
       prog: Module of the benchmark.
       programs: Compiled programs by the names of their variants.
-      args: Arguments of each program.
+      args: Arguments of every program.
       rounds: Number of rounds, in each of which every program runs.
+      output: File to write the table to, in Markdown; None for none.
     """
     device, limit = timing.require_gpu(), ceilings.measure()
     cases = [
-        timing.Case(name, [functools.partial(program, *args[name])])
-        for name, program in programs.items()
+        timing.Case(name, [functools.partial(program, *args)]) for name, program in programs.items()
     ]
     timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=timing.wall_ms)
     rows = []
@@ -44,4 +45,7 @@ def report(
         f"    {command.line(prog)}",
         "",
     ]
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    print(text)
+    if output:
+        output.write_text(text)

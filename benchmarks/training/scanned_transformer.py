@@ -59,11 +59,8 @@ def main() -> None:
         compiled[name] = jax.jit(gradients).lower(params, *batch).compile()
         loss, _ = compiled[name](params, *batch)
         print(f"{name}: loss {loss:.4f}", flush=True)
-    args = dict.fromkeys(compiled, (params, *batch))
-    text = programs.report(parser.prog, compiled, args, arguments.rounds)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+    args = params, *batch
+    programs.report(parser.prog, compiled, args, arguments.rounds, arguments.output)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,13 @@ class Schedule:
         """All collectives, in the order of the schedule, those of every branch among them."""
         return self._collectives(self._entry, 1)
 
+    def exchanged(self) -> Counter[str]:
+        """The elements of the results of all collectives, on one device, by the kind."""
+        found: Counter[str] = Counter()
+        for collective in self.collectives():
+            found[collective.kind] += collective.times * sum(map(math.prod, collective.results))
+        return found
+
     def seconds(self, bytes_per_s: float, flops_per_s: float) -> tuple[float, float]:
         """Seconds of the exchange at these rates, and its seconds in which nothing is computed.
 
