@@ -166,7 +166,7 @@ def parts_of(config: TrainConfig, copied: int = 2**28) -> list[Part]:
     run = graded(attention, *random_arrays(*of_heads))
     # 2 products in the forward and 5 in the backward, of half of the keys.
     found.append(Part("attention with gradients", run, 7.0 * rows * heads * length**2 * size))
-    x, weight = random_arrays((tokens, d), (d, v))
+    x, weight = random_arrays((tokens, d), (v, d))
     labels = jax.random.randint(jax.random.key(1), (tokens,), 0, v)
     loss = lambda x, weight: linear_cross_entropy(x, weight, labels)
     run = graded(loss, jnp.float32(1), x, small(weight).astype(jnp.float32))
