@@ -118,9 +118,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         print(pallas_kernels.explain(train_step, state, batch))
 
     `explain` traces the function for JAX's default device and runs nothing. On a mesh it shows the
-    shapes of whole arrays, and the plan of the loss for whole arrays. XLA splits the arrays only
-    later, so `explain` cannot show that a device's part of F is too narrow for a kernel of the MLP.
-    Then the log says so.
+    shapes of whole arrays, and the plan of the loss for whole arrays; on Explicit axes, FP8 has the
+    shapes of a device's part. XLA splits the arrays only later, so `explain` cannot show that a
+    device's part of F is too narrow for a kernel of the MLP. Then the log says so.
 
     Args:
       fn: Function, jitted or not.

@@ -43,6 +43,7 @@ class Fp8DotGeneral:
       ValueError: There is no recipe of that name. Calls raise it for contracted axes of different
         sizes, for batch axes, for a `precision` other than the default, and for a
         `preferred_element_type` other than the dtype of the input.
+      TypeError, NotImplementedError: Calls raise them as `fp8_linear` does.
     """
 
     recipe: Recipe | RecipeName
@@ -106,6 +107,7 @@ class Fp8Einsum:
       ValueError: There is no recipe of that name. Calls raise it for subscripts that are no product
         of an input and one weight, such as those with batch axes or an ellipsis, and where
         `Fp8DotGeneral` does.
+      TypeError, NotImplementedError: Calls raise them as `fp8_linear` does.
     """
 
     recipe: Recipe | RecipeName

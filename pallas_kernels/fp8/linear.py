@@ -78,12 +78,11 @@ def fp8_linear(
 ) -> Float[Array, "*T N"]:
     """`x @ weight`, whose products in the forward and in the backward are in FP8.
 
-    The product for the gradient of the weight is in the dtype of `x` if the recipe's `wgrad` is
-    None. Operands are quantized as the recipe says. The result and the gradient of `x` are each
-    rounded once, to the dtype of `x`. The gradient of the weight is rounded from float32 to the
-    dtype of the weight. It goes to the weight before quantization, as if quantization were the
-    identity. A weight that is too small to gain from FP8 (`Recipe.gains`) is multiplied in the
-    dtype of `x`, and the log says so once.
+    The forward is `y = x @ w`, and the gradients are `dx = dy @ w.T` and `dw = x.T @ dy`. Their
+    operands are quantized as the recipe says. `dw` is computed in the dtype of `x` if the recipe's
+    `wgrad` is None. `y` and `dx` are each rounded once to the dtype of `x`, and `dw` to that of the
+    weight. The derivative of quantization counts as the identity. A weight that is too small to
+    gain from FP8 (`Recipe.gains`) is multiplied in the dtype of `x`, and the log says so once.
 
     In an FP8 product, a NaN or an infinity in an operand makes all results NaN that are computed
     with the same scale. A product in the dtype of `x` keeps infinities.
@@ -100,11 +99,12 @@ def fp8_linear(
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits; or the
-        result of `quantize_weight` for it with the same recipe, which is not checked.
+        result of `quantize_weight` for it with the same recipe.
       recipe: Recipe, or its name: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`.
 
     Raises:
-      ValueError: The shapes disagree, or there is no recipe of that name.
+      ValueError: The shapes disagree, there is no recipe of that name, or the weight was quantized
+        by a recipe with another cast of weights.
       TypeError: An array is not of such a dtype.
       NotImplementedError: Kernels are required and do not run; or it is differentiated twice or in
         forward mode (`jax.jvp`).
@@ -132,9 +132,7 @@ def fp8_linears(
       The products in the order of the weights, each `[..., N]` in the dtype of `x`.
 
     Raises:
-      ValueError: The shapes disagree, or there is no recipe of that name.
-      TypeError: An array is not of a floating dtype of 16 or 32 bits.
-      NotImplementedError: As in `fp8_linear`.
+      ValueError, TypeError, NotImplementedError: As in `fp8_linear`.
     """
     recipe = find_recipe(recipe)
     x = operand("x", x)

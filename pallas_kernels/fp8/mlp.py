@@ -105,13 +105,14 @@ def fp8_swiglu_mlp(
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
       w_gate: First projection, in the layout of Flax's kernels; or the result of `quantize_weight`
-        for it with the same recipe, which is not checked.
+        for it with the same recipe.
       w_up: Second projection.
       w_down: Projection of the product.
       recipe: Recipe, or its name.
 
     Raises:
-      ValueError: The shapes disagree, or there is no recipe of that name.
+      ValueError: The shapes disagree, there is no recipe of that name, or a weight was quantized by
+        a recipe with another cast of weights.
       TypeError: An array is not of such a dtype.
       NotImplementedError: Kernels are required and do not run; or it is differentiated twice or in
         forward mode (`jax.jvp`).

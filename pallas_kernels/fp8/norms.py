@@ -55,7 +55,8 @@ def rms_norm_quantized(
         and at least 4 rows.
 
     Returns:
-      `(y, rstd)`, with `y` of values `[*T, D]` and scales `[*T, 1]`, and `rstd` in float32.
+      `(y, rstd)`, with `y` of values `[*T, D]` and scales `[*T, 1]`, and
+      `rstd = 1 / sqrt(mean(x²) + eps)` in float32.
 
     Raises:
       ValueError: The same as in `rms_norm` and `quantize`.
@@ -86,7 +87,8 @@ def add_rms_norm_quantized(
     Arguments and errors are as in `rms_norm_quantized` and `pallas_kernels.add_rms_norm`.
 
     Returns:
-      `(y, residual_out, rstd)`; `residual_out` has the dtype of `x`.
+      `(y, residual_out, rstd)`; `residual_out` has the dtype of `x`, and `rstd` is that of
+      `residual_out`.
     """
     options = api.checked_options(eps, weight_offset, casting)
     name = "add_rms_norm_quantized"

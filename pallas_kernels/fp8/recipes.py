@@ -40,7 +40,8 @@ class Cast:
 
     Attributes:
       dtype: `float8_e4m3fn` or `float8_e5m2`.
-      scaling: `"tensor"` or `"row"`.
+      scaling: `"tensor"` for one scale, `"row"` for one scale for each row along the axis that the
+        product contracts.
     """
 
     dtype: DTypeLike
@@ -49,17 +50,26 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The casts and products of a linear layer.
+    """The casts and products of a linear layer `y = x @ w`, with gradients `dx` and `dw`.
+
+    `RECIPES` has three by name, with the names of torchao (https://github.com/pytorch/ao,
+    `torchao.float8`). `fp8_matmul` explains the accumulations `"fast"` and `"promoted"`.
 
     Attributes:
       name: Name for flags and tables.
       inputs: Cast of the input `x`.
       weights: Cast of the weight.
       gradients: Cast of the output's gradient `dy`.
-      forward: Accumulation of the forward.
-      dgrad: Accumulation of the input's gradient.
-      wgrad: Accumulation of the weight's gradient, or None to compute it in the dtype of `x`.
-      least_size: Least `K·N / (K + N)` of a weight `[K, N]` whose products run in FP8.
+      forward: Accumulation of the forward `y`.
+      dgrad: Accumulation of the input's gradient `dx = dy @ w.T`.
+      wgrad: Accumulation of the weight's gradient `dw = x.T @ dy`, or None to compute it in the
+        dtype of `x`.
+      least_size: Least `K·N / (K + N)` of a weight `[K, N]` whose products run in FP8; 0 takes FP8
+        for every weight.
+
+    Raises:
+      ValueError: An accumulation is unknown.
+      TypeError: `least_size` is no integer.
     """
 
     name: str

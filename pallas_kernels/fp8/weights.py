@@ -118,8 +118,24 @@ def note_too_small(operation: str, name: str, weight: jax.Array, x: jax.Array) -
 
 
 def as_quantized(weight: Any, recipe: Recipe) -> QuantizedWeight:
-    """The weight with its FP8 copies, made now unless the caller has made them."""
-    return weight if isinstance(weight, QuantizedWeight) else quantize_weight(weight, recipe)
+    """The weight with its FP8 copies, made now unless the caller has made them.
+
+    Raises:
+      ValueError: The caller has made them by a recipe that quantizes weights in another way.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        return quantize_weight(weight, recipe)
+    if weight.forward is not None:
+        is_by_row = weight.forward.scale.ndim > 0
+        found = (jnp.dtype(weight.forward.values.dtype), "row" if is_by_row else "tensor")
+        wanted = (jnp.dtype(recipe.weights.dtype), recipe.weights.scaling)
+        if found != wanted:
+            raise ValueError(
+                f"a weight is quantized to {found[0]} with scaling={found[1]!r}, and the recipe "
+                f"{recipe.name!r} has {wanted[0]} with scaling={wanted[1]!r}; give quantize_weight "
+                "the same recipe"
+            )
+    return weight
 
 
 def arguments(weights: Sequence[QuantizedWeight]) -> list[jax.Array]:

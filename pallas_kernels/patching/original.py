@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels.fp8.layers import Fp8DotGeneral, Fp8Einsum
 from pallas_kernels.patching import candidates
 from pallas_kernels.patching.programs import CHECKPOINT, JIT, Program, variables
 from pallas_kernels.patching.rules import MLPRule, NormRule, Path, name_of
@@ -94,10 +95,18 @@ class Original:
       shapes: Path and shape of each parameter.
 
     Raises:
-      Refused: The module's call needs another number of arguments than one.
+      Refused: A layer of the module multiplies in FP8, or the module's call needs another number
+        of arguments than one.
     """
 
     def __init__(self, module: nnx.Module, axis: int | None, dtype: Any = None):
+        for path, m in nnx.iter_modules(module):
+            for name in ("dot_general", "einsum_op"):
+                if isinstance(op := getattr(m, name, None), Fp8DotGeneral | Fp8Einsum):
+                    raise Refused(
+                        f"`{name_of((*path, name))}` is an {type(op).__name__}; call patch before "
+                        "you set it"
+                    )
         self._graphdef, state = nnx.split(module)
         self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
         parameters = candidates.parameters(module)

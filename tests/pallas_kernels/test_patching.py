@@ -13,6 +13,7 @@ from flax import nnx
 
 import pallas_kernels
 from pallas_kernels import explain, patch
+from pallas_kernels.fp8 import Fp8DotGeneral
 from support.foreign_modules import (
     BF16,
     F32,
@@ -237,6 +238,10 @@ REFUSED = {
     "precision": (
         lambda: Projections(precision=jax.lax.Precision.HIGHEST),
         "products have a precision of their own",
+    ),
+    "FP8": (
+        lambda: Projections(dot_general=Fp8DotGeneral("rowwise")),
+        "`dense.w1.dot_general` is an Fp8DotGeneral; call patch before you set it",
     ),
     "clamped": (Clamped, "differs from a gated MLP with silu by"),
     "dropout": (WithDropout, "in evaluation mode, for example by dropout"),

@@ -232,6 +232,15 @@ def test_scan_over_quantized_layers(recipe):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_weights_of_another_recipe_are_an_error():
+    x, (w,), _ = make_args((4, 16), (16,))
+    prepared = quantize_weight(w, SMALL["tensorwise"])
+    with pytest.raises(ValueError, match=r"with scaling='tensor', and the recipe 'rowwise' has"):
+        fp8_linear(x, prepared, recipe=SMALL["rowwise"])
+    with pytest.raises(ValueError, match="give quantize_weight the same recipe"):
+        fp8_swiglu_mlp(x, w, prepared, w, recipe=SMALL["rowwise"])
+
+
 def test_small_weights_stay_in_their_dtype(caplog):
     x, (w,), _ = make_args((4, 2048), (512,))
     prepared = quantize_weight(w, "tensorwise")
