@@ -135,10 +135,10 @@ class MLP(SwiGLU):
         return self.down_proj(ACTIVATIONS[self.hidden_act](gate) * up)
 
 
-def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
-    """The tensors that the MLP keeps for its backward: gate and up, or only its input.
+def _kept_by_mlp(config: LlamaConfig) -> Literal["all", "gate_up", "x"]:
+    """The tensors that the MLP keeps for its backward: all, gate and up, or only its input.
 
-    The input alone is faster if the policy keeps `residual` and `rstd`, but neither gate nor up.
+    A policy that keeps everything keeps all. The input alone is faster if the policy keeps `residual` and `rstd`, but neither gate nor up.
     The backward of the norm after the MLP then needs no output of the MLP, so the MLP's forward
     runs only once, and never writes gate and up. The backward recomputes them in either case.
     """
@@ -146,7 +146,10 @@ def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
         return "x"
     if config.remat == AUTO_REMAT or config.mlp_bias:
         return "gate_up"
-    kept = remat_policy(config.remat).kept
+    policy = remat_policy(config.remat)
+    if policy.tensors is None:
+        return "all"
+    kept = policy.kept
     return "x" if {"residual", "rstd"} <= kept and not {"gate", "up"} & kept else "gate_up"
 
 

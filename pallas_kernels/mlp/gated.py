@@ -175,9 +175,13 @@ def _backward_of(key: tuple[MLP, Mask, tuple[Any, ...]], place: Place) -> Callab
 
         def differentiate(x: Any, kept: Arrays, dy: Any, dtypes: Sequence[Any]) -> Any:
             """`dx` and the gradients of weights, of these dtypes, as far as they are wanted."""
-            gate, up, *activated = kept or (matmul(x, w_gate), matmul(x, w_up))
-            dgate, dup, made_again = _differentiate(mlp, has_kernel, dy, w_down, gate, up)
-            operands = (x, dgate), (x, dup), (activated[0] if activated else made_again, dy)
+            gate, up, *product = kept or (matmul(x, w_gate), matmul(x, w_up))
+            needs_product = wanted[3] and not product
+            dgate, dup, *made_again = _differentiate(
+                mlp, has_kernel, dy, w_down, gate, up, with_product=needs_product
+            )
+            (product,) = product or made_again or (None,)
+            operands = (x, dgate), (x, dup), (product, dy)
             dx = matmul(dgate, w_gate.T) + matmul(dup, w_up.T) if wanted[0] else None
             return dx, [
                 jnp.einsum("...i,...j->ij", a, b, preferred_element_type=dtype)
@@ -231,15 +235,23 @@ def _project(
 
 
 def _differentiate(
-    mlp: MLP, has_kernel: bool, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array
+    mlp: MLP,
+    has_kernel: bool,
+    dy: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    with_product: bool,
 ) -> tuple[jax.Array, ...]:
-    """`(dgate, dup, product)`."""
+    """`(dgate, dup, product)`; without the product if the kernel need not write it."""
     if has_kernel:
         found = gated_matmul.gated_matmul_backward(
             _rows(dy),
             w_down.astype(dy.dtype),
             _rows(gate),
             _rows(up),
+            with_product=with_product,
             config=mlp.config.backward,
         )
         return tuple(a.reshape(gate.shape) for a in found)

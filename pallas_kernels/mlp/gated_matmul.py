@@ -200,8 +200,9 @@ def gated_matmul_backward(
     gate: Float[Array, "T F"],
     up: Float[Array, "T F"],
     *,
+    with_product: bool = True,
     config: Config | None = None,
-) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Float[Array, "T F"]]:
+) -> tuple[Float[Array, "T F"], ...]:
     """`(dgate, dup, product)` of `y = product @ w_down` with `product = silu(gate) · up`.
 
     `unsupported_reason` must be None for the arguments.
@@ -211,6 +212,7 @@ def gated_matmul_backward(
       w_down: Weight, of the dtype of `dy`; D and F are multiples of 64.
       gate: Gate projection, as the forward kept it.
       up: Up projection, as the forward kept it.
+      with_product: Whether to return the product. The forward may have kept it.
       config: Launch parameters; chosen if None.
 
     Raises:
@@ -236,9 +238,10 @@ def gated_matmul_backward(
     loop.check_fits(device, extra_bytes=dy.dtype.itemsize * num_numbers)
     dy, gate, up = whole_tiles(dy), whole_tiles(gate), whole_tiles(up)
     output = jax.ShapeDtypeStruct((dy.shape[0], num_columns), dy.dtype)
-    dgate, dup, product = gpu_kernel(
-        functools.partial(_backward_kernel, loop),
-        out_type=(output,) * 3,
+    num_outputs = 3 if with_product else 2
+    outputs = gpu_kernel(
+        functools.partial(_backward_kernel, loop, num_outputs),
+        out_type=(output,) * num_outputs,
         **loop.launch,
         scratch_types=[
             plgpu.SMEM(pieces, dy.dtype),
@@ -249,14 +252,20 @@ def gated_matmul_backward(
         compiler_params=APPROXIMATE,
         kernel_name="gated_matmul_backward",
     )(dy, w_down, gate, up)
-    return dgate[:num_tokens], dup[:num_tokens], product[:num_tokens]
+    return tuple(a[:num_tokens] for a in outputs)
 
 
 def _backward_kernel(
-    loop: MainLoop, dy_gmem: Any, w_down_gmem: Any, gate_gmem: Any, up_gmem: Any, *refs: Any
+    loop: MainLoop,
+    num_outputs: int,
+    dy_gmem: Any,
+    w_down_gmem: Any,
+    gate_gmem: Any,
+    up_gmem: Any,
+    *refs: Any,
 ) -> None:
-    """Reads gate and up of each tile piece by piece, and writes dgate, dup and the product."""
-    outputs, (piece_smem, product_smem, loaded, *scratch) = refs[:3], refs[3:]
+    """Reads gate and up of each tile piece by piece; writes dgate, dup and perhaps the product."""
+    outputs, (piece_smem, product_smem, loaded, *scratch) = refs[:num_outputs], refs[num_outputs:]
     warpgroup = jax.lax.axis_index("warpgroup")
     halves = BLOCK_M // TILE_M
     num_pieces = halves * loop.config.tile_n // _BACKWARD_PIECE
@@ -300,14 +309,15 @@ def _backward_kernel(
                 gate, up = smem[0].astype(jnp.float32), smem[1].astype(jnp.float32)
                 results = formula.gradients(gate, up, dproduct, logistic=logistic)
                 slots = smem.at[0], smem.at[1], product_smem.at[warpgroup, i % (_SLOTS - 1)]
-                for slot, result in zip(slots, results, strict=True):
+                stores = list(zip(slots, results, outputs, strict=False))
+                for slot, result, _ in stores:
                     slot[...] = result.astype(loop.dtype)
                 plgpu.commit_smem()
-                for slot, output in zip(slots, outputs, strict=True):
+                for slot, _, output in stores:
                     plgpu.copy_smem_to_gmem(slot, of_piece(i, output))
-                # Waits until all stores but these three have read their slots. So the slots of the
-                # piece before are free.
-                plgpu.wait_smem_to_gmem(3, wait_read_only=True)
+                # Waits until all stores but these have read their slots. So the slots of the piece
+                # before are free.
+                plgpu.wait_smem_to_gmem(num_outputs, wait_read_only=True)
                 following = i + _SLOTS - 1
                 if following < num_pieces:
                     where_columns(following)(lambda: fetch(following))

@@ -16,8 +16,8 @@ from pallas_kernels.gpu.device import Device
 from pallas_kernels.gpu.hopper_gemm import Config
 from pallas_kernels.mlp import MLPConfig, gated_matmul
 from pallas_kernels.mlp.api import choose_swiglu_mlp
-from support.mlp_formulas import check, exact, graded, make_args, plain
-from support.numerics import assert_as_accurate, quick_jit
+from support.mlp_formulas import NAMES, check, exact, graded, make_args, plain
+from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -57,6 +57,19 @@ def test_kernels(shape, intermediate_size, dtype, save):
 @interpreted
 def test_kernels_take_float32_weights():
     check(make_args((70, 128), 128, BF16, F32), implementation="mosaic_gpu")
+
+
+@interpreted
+def test_gradients_where_the_last_weight_is_frozen():
+    """2 s; the backward kernel then writes no product."""
+    x, w_gate, w_up, w_down, dy = args = make_args((75, 128), 128, BF16)
+
+    def mlp(fn):
+        return lambda x, w_gate, w_up: fn(x, w_gate, w_up, w_down)
+
+    graded = lambda fn: value_and_grads(mlp(fn), (x, w_gate, w_up), dy)
+    kernels = functools.partial(swiglu_mlp, implementation="mosaic_gpu")
+    assert_as_accurate(graded(kernels), graded(plain), exact(*args)[:-1], names=NAMES[:-1])
 
 
 @interpreted
