@@ -138,9 +138,10 @@ class MLP(SwiGLU):
 def _kept_by_mlp(config: LlamaConfig) -> Literal["all", "gate_up", "x"]:
     """The tensors that the MLP keeps for its backward: all, gate and up, or only its input.
 
-    A policy that keeps everything keeps all. The input alone is faster if the policy keeps `residual` and `rstd`, but neither gate nor up.
-    The backward of the norm after the MLP then needs no output of the MLP, so the MLP's forward
-    runs only once, and never writes gate and up. The backward recomputes them in either case.
+    A policy that keeps everything keeps all of them. The input alone is faster if the policy keeps
+    `residual` and `rstd`, but neither gate nor up. The backward of the norm after the MLP then
+    needs no output of the MLP, so the MLP's forward runs only once, and never writes gate and up.
+    The backward recomputes them in either case.
     """
     if config.mlp_chunk_size:
         return "x"

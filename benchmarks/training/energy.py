@@ -6,7 +6,7 @@ A GPU at its limit of power lowers its clock. Then the energy of an operation de
 takes. The table has these parts of a step of the preset:
 
 - the products of a layer by XLA, as its forward computes them;
-- one of them with a left operand of zeros, whose operands change no bits;
+- one of them with a left operand of zeros;
 - the gated MLP, the attention and the loss, with all gradients;
 - a copy of 1 GiB in memory;
 - whole steps, which are variants of `benchmarks.training.train_step`.
