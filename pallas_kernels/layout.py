@@ -361,11 +361,12 @@ def _part(
             num_devices = math.prod(sizes[n] for n in found)
             if size % (roles.unit * num_devices) == 0:
                 return found
-            log_once(
-                f"each device gathers an axis of {size} that the mesh axes {found} split, because "
-                f"a part of {size // num_devices} is no multiple of {roles.unit}; pad the axis, or "
-                "split it over fewer devices"
-            )
+            if num_devices > 1:  # an Explicit axis of one device is named, but splits nothing
+                log_once(
+                    f"each device gathers an axis of {size} that the mesh axes {found} split, "
+                    f"because a part of {size // num_devices} is no multiple of {roles.unit}; pad "
+                    "the axis, or split it over fewer devices"
+                )
             return ()
     return ()
 

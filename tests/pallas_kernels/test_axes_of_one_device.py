@@ -184,3 +184,13 @@ def test_an_axis_of_one_device_decides_nothing():
         y = run.trace(x, weight).jaxpr.out_avals[0]
     assert places == [Place(parts=((),), leading=(("fsdp",), ()))]
     assert y.sharding == jax.typeof(x).sharding
+
+
+def test_an_axis_of_one_device_gathers_nothing(caplog):
+    """F is no multiple of 128, as a part of it must be. Before, a warning said it was gathered."""
+    mesh = mesh_of(8, 1)
+    with jax.set_mesh(mesh):
+        x, *weights = put(mesh, *OPERATIONS[fp8_swiglu_mlp])
+        x = jax.device_put(x, NamedSharding(mesh, P("fsdp")))
+        jax.jit(lambda *args: fp8_swiglu_mlp(*args, recipe=FP8)).trace(x, *weights)
+    assert "mesh axes" not in caplog.text
