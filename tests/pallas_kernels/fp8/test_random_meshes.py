@@ -4,7 +4,6 @@ The axes may split tokens, K, N and F, in all arrays alike or not. Whatever they
 as on one device.
 """
 
-import math
 import random
 
 import jax
@@ -16,21 +15,9 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.fp8 import fp8_linears, fp8_swiglu_mlp
 from support.fp8_formulas import SMALL, exact_mlp, make_args, mlp_args
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
+from support.random_meshes import SIZES, random_spec
 
-MESHES = (2, 4), (4, 2), (2, 2, 2), (8, 1), (1, 8)
 TOKENS = (8, 16), (64,), (8, 4, 8), (1, 8, 16)
-
-
-def random_spec(rng, mesh, shape):
-    """A spec with some of the mesh axes, where their devices divide the array's axes."""
-    names = [[] for _ in shape]
-    for name in rng.sample(mesh.axis_names, len(mesh.axis_names)):
-        axis = rng.randrange(len(shape) + 1)
-        if axis < len(shape):
-            names[axis].append(name)
-    devices = [math.prod(mesh.shape[name] for name in of_axis) for of_axis in names]
-    divide = [size % number == 0 for size, number in zip(shape, devices, strict=True)]
-    return P(*(tuple(n) if fits and n else None for n, fits in zip(names, divide, strict=True)))
 
 
 def linear_case(rng, recipe):
@@ -59,7 +46,7 @@ def mlp_case(rng, recipe):
 )
 def test_random_splits(seed, make, kind):
     rng = random.Random(seed)
-    sizes = rng.choice(MESHES)
+    sizes = rng.choice(SIZES)
     mesh = jax.make_mesh(sizes, ("a", "b", "c")[: len(sizes)], (kind,) * len(sizes))
     fn, args, cotangent, exact = make(rng, SMALL[rng.choice(list(SMALL))])
 
