@@ -1,8 +1,8 @@
 """Models of our layers on meshes of eight devices whose axes split the arrays at random.
 
-Whatever the axes split, the loss and all gradients err as on one device. Beside Auto axes of a mesh
-with an Explicit one all arrays are float32: on CPUs, JAX ends the process where it adds up 16-bit
-numbers in a `jax.shard_map` over some of the axes.
+Whatever the axes split, the loss and all gradients err as on one device. On a mesh with Auto and
+Explicit axes all arrays are float32, because XLA for CPUs cannot add up 16-bit numbers in a
+`jax.shard_map` over some axes of a mesh (`docs/troubleshooting.md`).
 """
 
 import random
