@@ -79,7 +79,8 @@ def products(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timin
     return compare(ways, rounds)
 
 
-def _with_gradients(fn: Callable[..., Any], *args: Any) -> Any:
+def with_gradients(fn: Callable[..., Any], *args: Any) -> Any:
+    """`(y, gradients)` of `y = fn(*args[:-1])`; the last argument is the gradient of `y`."""
     y, vjp = jax.vjp(fn, *args[:-1])
     return y, vjp(args[-1])
 
@@ -88,14 +89,14 @@ def layers(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]
     """A linear layer forward (`f`), and forward with both gradients (`f+b`)."""
     x, w, dy = normal(0, tokens, k), normal(1, k, n) * 0.02, normal(2, tokens, n)
     bf16 = lambda x, w: x @ w
-    both: dict[str, Any] = {"bf16 f+b": (functools.partial(_with_gradients, bf16), (x, w, dy))}
+    both: dict[str, Any] = {"bf16 f+b": (functools.partial(with_gradients, bf16), (x, w, dy))}
     forward: dict[str, Any] = {"bf16 f": (bf16, (x, w))}
     casts = []
     for name, recipe in _EVERY.items():
 
         def graded(x: Any, w: Any, dy: Any, copies: Any, recipe: Recipe = recipe) -> Any:
             of = lambda w: dataclasses.replace(copies, weight=w)
-            return _with_gradients(lambda x, w: fp8_linear(x, of(w), recipe=recipe), x, w, dy)
+            return with_gradients(lambda x, w: fp8_linear(x, of(w), recipe=recipe), x, w, dy)
 
         def cast(w: jax.Array, recipe: Recipe = recipe) -> Any:
             quantized = quantize_weight(w, recipe)
@@ -116,11 +117,11 @@ def mlps(tokens: int, d: int, f: int, rounds: int) -> dict[str, timing.Timing]:
     weights = [normal(i, *s) * (1 / s[0]) ** 0.5 for i, s in enumerate(shapes, 1)]
     weights = [w.astype(jnp.bfloat16) for w in weights]
     ways: dict[str, Any] = {
-        "bf16": (functools.partial(_with_gradients, swiglu_mlp), (x, *weights, dy)),
+        "bf16": (functools.partial(with_gradients, swiglu_mlp), (x, *weights, dy)),
     }
     for name, recipe in RECIPES.items():
         fn = functools.partial(fp8_swiglu_mlp, recipe=recipe)
-        ways[name] = functools.partial(_with_gradients, fn), (x, *weights, dy)
+        ways[name] = functools.partial(with_gradients, fn), (x, *weights, dy)
     return compare(ways, rounds, _MAX_ERROR_OF_MLP)
 
 

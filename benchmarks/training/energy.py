@@ -29,10 +29,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from benchmarks import command, tables, timing
-from benchmarks.training.train_step import Way, add_workload, workload
-from models.sharding import batch_sharding, make_mesh
+from benchmarks.kernels.fp8 import normal, with_gradients
+from benchmarks.kernels.loss import random_arguments
+from benchmarks.training.train_step import Way, add_workload, started, workload
+from models.sharding import make_mesh
 from pallas_kernels import document_attention, linear_cross_entropy, swiglu_mlp
 from train.config import TrainConfig
 from train.reporting import metrics
@@ -118,21 +121,9 @@ def measure(part: Part, seconds: float) -> None:
     part.mhz.append(statistics.mean(mhz for _, mhz in found))
 
 
-def random_arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Normal numbers in bfloat16."""
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
-
-
-def graded(fn: Callable[..., jax.Array], cotangent: jax.Array, *args: jax.Array) -> Any:
-    """A function that computes `fn` and all gradients, on these arrays."""
-
-    @jax.jit
-    def run(cotangent, *args):
-        result, pull = jax.vjp(fn, *args)
-        return result, pull(cotangent)
-
-    return functools.partial(run, cotangent, *args)
+def graded(fn: Callable[..., jax.Array], *args: jax.Array) -> Callable[[], Any]:
+    """A function that computes `fn` and all gradients; the last argument is that of the result."""
+    return functools.partial(jax.jit(functools.partial(with_gradients, fn)), *args)
 
 
 def parts_of(config: TrainConfig, copied: int = 2**28) -> list[Part]:
@@ -151,57 +142,51 @@ def parts_of(config: TrainConfig, copied: int = 2**28) -> list[Part]:
         "down": (f, d),
     }
     for name, (depth, columns) in of_layer.items():
-        x, weight = random_arrays((tokens, depth), (depth, columns))
+        x, weight = normal(0, tokens, depth), small(normal(1, depth, columns))
         flops = 2.0 * tokens * depth * columns
         label = f"product of {name}, {depth} x {columns}"
-        found.append(Part(label, functools.partial(multiply, x, small(weight)), flops))
+        found.append(Part(label, functools.partial(multiply, x, weight), flops))
         if name == "gate and up":
-            zeros = functools.partial(multiply, jnp.zeros_like(x), small(weight))
+            zeros = functools.partial(multiply, jnp.zeros_like(x), weight)
             found.append(Part("the same with zeros", zeros, flops))
-    dy, x, *weights = random_arrays((tokens, d), (tokens, d), (d, f), (d, f), (f, d))
-    run = graded(swiglu_mlp, dy, x, *map(small, weights))
+    gate, up, down = (small(normal(i, *shape)) for i, shape in enumerate([(d, f), (d, f), (f, d)]))
+    run = graded(swiglu_mlp, normal(3, tokens, d), gate, up, down, normal(4, tokens, d))
     found.append(Part("gated MLP with gradients", run, 18.0 * tokens * d * f))
-    of_heads = [(rows, length, n, size) for n in (heads, heads, kv_heads, kv_heads)]
-    attention = lambda q, k, v: document_attention(q, k, v, None)
-    run = graded(attention, *random_arrays(*of_heads))
+    of_heads = lambda seed, number: normal(seed, rows, length, number, size)
+    q, k, v_, dout = map(of_heads, range(4), (heads, kv_heads, kv_heads, heads))
+    run = graded(lambda q, k, v: document_attention(q, k, v, None), q, k, v_, dout)
     # 2 products in the forward and 5 in the backward, of half of the keys.
     found.append(Part("attention with gradients", run, 7.0 * rows * heads * length**2 * size))
-    x, weight = random_arrays((tokens, d), (v, d))
-    labels = jax.random.randint(jax.random.key(1), (tokens,), 0, v)
+    x, weight, labels = random_arguments((tokens, d, v))
     loss = lambda x, weight: linear_cross_entropy(x, weight, labels)
-    run = graded(loss, jnp.float32(1), x, small(weight).astype(jnp.float32))
+    run = graded(loss, x, weight.astype(jnp.float32), jnp.float32(1))
     found.append(Part("loss with gradients", run, 6.0 * tokens * d * v))
     source = jax.random.bits(jax.random.key(0), (copied,), jnp.uint32)
     found.append(Part("copy", functools.partial(jax.jit(jnp.copy), source), 0.0))
     return found
 
 
-def step_of(config: TrainConfig, variant: str, mesh: Any, states: list[Any]) -> Part:
+def step_of(config: TrainConfig, name: str, way: Way, mesh: Mesh, states: list[Any]) -> Part:
     """A whole step; `states` has the state that all steps train, and gets the new one."""
-    way = Way.parse(config, variant)
-    batch = {name: a[None] for name, a in way.batch().items()}
-    batch = jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
-    _, step = way.compile(states[0], batch)
+    variant, states[0] = started(name, way, states[0], mesh)
 
     def run():
-        states[0], values = step(states[0], batch)
+        states[0], values = variant.run(states[0], variant.batch)
         return values["loss"]
 
-    jax.block_until_ready(run())
     flops = metrics.flops_of_run(config)(contexts_of_rows(config)) * config.data.tokens_per_step
-    return Part(f"step, {variant}", run, flops)
+    return Part(f"step, {name}", run, flops)
 
 
 def row(part: Part) -> list[str]:
     """Cells of the table: medians, and the range of the milliseconds."""
     ms, watts, mhz = (statistics.median(of_part) for of_part in (part.ms, part.watts, part.mhz))
     joules = ms / 1e3 * watts
+    digits = 3 if ms < 10 else 1
     return [
         part.name,
-        f"{ms:.3f}" if ms < 10 else f"{ms:.1f}",
-        f"{min(part.ms):.3f} - {max(part.ms):.3f}"
-        if ms < 10
-        else f"{min(part.ms):.1f} - {max(part.ms):.1f}",
+        f"{ms:.{digits}f}",
+        f"{min(part.ms):.{digits}f} - {max(part.ms):.{digits}f}",
         f"{part.flops / ms / 1e9:.0f}" if part.flops else "",
         f"{watts:.0f}",
         f"{mhz:.0f}",
@@ -224,11 +209,13 @@ def main() -> None:
     arguments = parser.parse_args()
     device = timing.require_gpu()
     config = workload(arguments)
+    # Names are checked before any work.
+    ways = {name: Way.parse(config, name) for name in arguments.variants}
     parts = parts_of(config)
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        states: list[Any] = [init_state(config, mesh)] if arguments.variants else []
-        parts += [step_of(config, variant, mesh, states) for variant in arguments.variants]
+        states = [init_state(config, mesh)] if ways else []
+        parts += [step_of(config, name, way, mesh, states) for name, way in ways.items()]
         order = random.Random(0)
         for _ in range(arguments.rounds):
             for part in order.sample(parts, len(parts)):

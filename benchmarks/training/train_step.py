@@ -36,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax.sharding import Mesh
 
 import train.objectives
 from benchmarks import ceilings, command, tables
@@ -198,6 +199,20 @@ class Way:
         return compiled, compiled
 
 
+def started(name: str, way: Way, state: Any, mesh: Mesh) -> tuple[Variant, Any]:
+    """The variant, compiled and after its first steps, and the new state; prints time and loss."""
+    batch = {key: a[None] for key, a in way.batch().items()}
+    batch = jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
+    start = time.perf_counter()
+    compiled, run = way.compile(state, batch)
+    for _ in range(calls_until_compiled_again() - 1 if way.pgle else 0):
+        state, _ = run(state, batch)  # profiled; the next step is compiled again
+    state, values = run(state, batch)
+    seconds = time.perf_counter() - start
+    print(f"{name}: compiled in {seconds:.1f} s, loss {values['loss']:.3f}", flush=True)
+    return Variant(name, batch, compiled, run, seconds, loss=values["loss"]), state
+
+
 def kind_of(kernel: str) -> str:
     """The kind of a kernel, from its name."""
     found = (kind for kind, pattern in _KINDS.items() if re.search(pattern, kernel))
@@ -278,21 +293,11 @@ def main() -> None:
     num_gpus = arguments.fsdp
     mesh = make_mesh(data=1, fsdp=num_gpus, devices=jax.devices()[:num_gpus])
     with jax.set_mesh(mesh):
-        sharding = batch_sharding(mesh, batch_axis=1)
         state = init_state(base, mesh)
         variants = []
         for name, way in ways.items():
-            batch = jax.device_put({name: a[None] for name, a in way.batch().items()}, sharding)
-            start = time.perf_counter()
-            compiled, run = way.compile(state, batch)
-            for _ in range(calls_until_compiled_again() - 1 if way.pgle else 0):
-                state, _ = run(state, batch)  # profiled; the next step is compiled again
-            state, values = run(state, batch)
-            variants.append(Variant(name, batch, compiled, run, time.perf_counter() - start))
-            print(
-                f"{name}: compiled in {variants[-1].compile_s:.1f} s, loss {values['loss']:.3f}",
-                flush=True,
-            )
+            variant, state = started(name, way, state, mesh)
+            variants.append(variant)
         limits = []
         order = random.Random(0)
         for _ in range(arguments.rounds):
