@@ -46,7 +46,7 @@ gradients to the end, and their operands stay on the device until then. Unrolled
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,15 +94,17 @@ class RematPolicy:
         """Names of the tensors that are not computed again, wherever they are kept."""
         return frozenset(TENSOR_NAMES if self.tensors is None else self.tensors + self.offloaded)
 
-    def checkpoint(self, fn: Callable[..., Any], *, in_scan: bool) -> Callable[..., Any]:
+    def checkpoint(
+        self, fn: Callable[..., Any], *, prevent_cse: bool | Sequence[bool]
+    ) -> Callable[..., Any]:
         """`fn` under `jax.checkpoint` with this policy.
 
         Args:
           fn: Part of a layer. Its inputs stay on the device, unless `fn` tags them with a name that
             the policy offloads.
-          in_scan: Whether `fn` runs in the body of a `lax.scan`. Outside of one, XLA would merge
-            the recomputation with the first computation, and so keep everything; a barrier
-            prevents that.
+          prevent_cse: Whether `jax.checkpoint` puts inputs behind a barrier, for all or for each.
+            Without one XLA merges the recomputation with the first computation, and so keeps
+            everything. The body of a `lax.scan` needs no barrier.
         """
         if self.tensors is None:
             return fn
@@ -112,7 +114,7 @@ class RematPolicy:
             offload_src="device",
             offload_dst="pinned_host",
         )
-        return jax.checkpoint(fn, policy=keep, prevent_cse=not in_scan)
+        return jax.checkpoint(fn, policy=keep, prevent_cse=prevent_cse)
 
 
 POLICIES = {

@@ -215,6 +215,11 @@ def check_mesh(param: Any) -> None:
         )
 
 
+def weights_are_split() -> bool:
+    """Whether `fsdp` splits the weights, so that each layer gathers its own."""
+    return jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1
+
+
 def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
     """The axes to name in a spec of `jax.shard_map` for an array axis that `fsdp` splits.
 

@@ -408,6 +408,26 @@ def test_offloading_from_a_mesh():
     assert_close(jax.device_get(got), compiled("none", True)(STATE))
 
 
+def behind_barriers(program) -> set[tuple[int, ...]]:
+    """Shapes of all arrays that go through a barrier of `jax.checkpoint`."""
+    again = [e for e in equations(program.jaxpr.jaxpr) if e.params.get("differentiated")]
+    assert again
+    inputs = [zip(e.invars, e.params["prevent_cse"], strict=True) for e in again]
+    return {v.aval.shape for pairs in inputs for v, barrier in pairs if barrier}
+
+
+@pytest.mark.parametrize("remat", ["minimal", "full"])
+def test_whole_weights_go_through_no_barrier(remat):
+    weights = {(D, F), (F, D)}
+    with jax.set_mesh(make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])):
+        assert not behind_barriers(traced.__wrapped__(remat, False)) & weights
+    with jax.set_mesh(make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])):
+        assert behind_barriers(traced.__wrapped__(remat, False)) >= weights
+    without_mesh = behind_barriers(traced(remat, False))
+    assert not without_mesh & weights
+    assert (B, S, D) in without_mesh
+
+
 # JAX's next implementation of `jax.checkpoint`
 
 
@@ -459,7 +479,7 @@ def test_remat3_keeps_what_the_mlp_names(remat3, remat, scan_layers):
 def test_remat3_keeps_what_a_kernel_names(remat3):
     x, weight = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((256,))
     norm = lambda x: add_rms_norm(x, x, weight, implementation="mosaic_gpu")
-    norm = POLICIES["minimal"].checkpoint(norm, in_scan=False)
+    norm = POLICIES["minimal"].checkpoint(norm, prevent_cse=True)
     program = jax.make_jaxpr(lambda x: jax.vjp(norm, x)[1])(x)
     # The weight, the residual and rstd.
     assert shapes_of(program.out_avals) == Counter([(256,), x.shape, x.shape[:1]])

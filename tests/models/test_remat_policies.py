@@ -72,7 +72,7 @@ def random_layer(x, key):
 @functools.cache
 def random_gradients(remat: str, seed: int, scan_layers: bool):
     """Gradients of two layers with dropout, and how often the program draws random bits."""
-    layer = remat_policy(remat).checkpoint(random_layer, in_scan=scan_layers)
+    layer = remat_policy(remat).checkpoint(random_layer, prevent_cse=not scan_layers)
     keys = jax.random.split(jax.random.key(seed), 2)
 
     def last(x):
