@@ -306,9 +306,9 @@ class Llama(nnx.Module):
         checkpoint = policy.checkpoint
         if policy.tensors is None and tensor_axis():
             checkpoint = functools.partial(jax.checkpoint, policy=keep_all_but_weights)
-        # XLA copies what goes through the barrier of a checkpoint. Whole weights need no barrier,
-        # because nothing is computed from them alone: in Llama 1B, 0.12 GB a layer. Where `fsdp`
-        # splits weights, XLA would keep some of the gathered weights without a barrier.
+        # XLA copies what goes through the barrier of a checkpoint, such as 0.12 GB of weights a layer
+        # in Llama 1B. Whole weights need no barrier, because nothing is computed from them alone.
+        # Where `fsdp` splits weights, XLA would keep some gathered weights without a barrier.
         unrolled = not self.config.scan_layers
         split = weights_are_split()
         if policy.attention:
