@@ -306,8 +306,8 @@ class Llama(nnx.Module):
         checkpoint = policy.checkpoint
         if policy.tensors is None and tensor_axis():
             checkpoint = functools.partial(jax.checkpoint, policy=keep_all_but_weights)
-        # XLA copies what goes through the barrier of a checkpoint, such as 0.12 GB of weights a layer
-        # in Llama 1B. Whole weights need no barrier, because nothing is computed from them alone.
+        # XLA copies what goes through the barrier of a checkpoint; in Llama 1B a layer has 0.12 GB
+        # of weights. Whole weights need no barrier, because nothing is computed from them alone.
         # Where `fsdp` splits weights, XLA would keep some gathered weights without a barrier.
         unrolled = not self.config.scan_layers
         split = weights_are_split()
