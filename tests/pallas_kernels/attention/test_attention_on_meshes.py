@@ -25,6 +25,10 @@ NAMES = ("out", "dq", "dk", "dv")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="runs no kernel, and needs several devices"
+)
+
 
 @pytest.fixture(autouse=True)
 def no_kernels_needed(monkeypatch, fresh_operations):
