@@ -369,7 +369,7 @@ def fsdp_split(path: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
     There are none outside of `sum_over_devices`, where arrays are global.
     """
     spec = _parameter_spec(path)[1:]
-    if tensor_axis() is None or jax.lax.axis_size("fsdp") == 1:
+    if tensor_axis() is None or not weights_are_split():
         return (), ()
     of_k, of_n = (("fsdp",) if axis == "fsdp" else () for axis in (*spec, None, None)[:2])
     return of_k, of_n
@@ -377,7 +377,7 @@ def fsdp_split(path: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 def whole_weight(weight: Float[Array, "..."], fsdp_axis: int) -> Float[Array, "..."]:
     """A weight gathered over `fsdp`, which splits its axis `fsdp_axis`."""
-    if tensor_axis() is None or jax.lax.axis_size("fsdp") == 1:
+    if tensor_axis() is None or not weights_are_split():
         return weight
     return jax.lax.all_gather(weight, "fsdp", axis=fsdp_axis, tiled=True)
 
